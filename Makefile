@@ -1,0 +1,38 @@
+# Everything here runs in a virtual environment of its own, .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+DEV_STAMP := .venv/.installed-dev
+
+.PHONY: quickstart test test-all lint docs clean
+
+quickstart: $(STAMP)  ## install, then train, evaluate and sample a small language model
+	$(BIN)/dsjax train configs/quickstart.yaml
+
+test: $(DEV_STAMP)  ## what a change must pass
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+
+test-all: $(DEV_STAMP)  ## the campaigns and whole products too
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(STAMP)  ## what is generated from the code
+	$(BIN)/python -m dsjax.config.reference > docs/config.md
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv || { echo "this needs Python >= 3.11 with venv (Debian: apt-get install python3-venv)"; exit 1; }
+
+$(STAMP): .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Train any Flax model sharded over a mesh of named axes."""

@@ -1,0 +1,258 @@
+"""The command line: each verb loads the config, readies the platform and calls one function.
+
+Nothing heavy is imported before a verb runs, so that ``dsjax --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsjax.cli_errors import guarded, leave
+from dsjax.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from dsjax.config import Config
+
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.\-]*=")
+
+ConfigFile = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A config file; docs/config.md lists every key.")
+]
+More = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MORE.yaml] [key=value]",
+        help="Files whose settings override CONFIG's, and settings that override all files "
+        "(optimizer.learning_rate=1e-3).",
+        show_default=False,
+    ),
+]
+
+app = typer.Typer(
+    name="dsjax",
+    help="Train any Flax model sharded over a mesh of named axes, on a laptop or on many hosts.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data = typer.Typer(no_args_is_help=True, help="Tokenise data; look at what the model will see.")
+checkpoints = typer.Typer(no_args_is_help=True, help="What a run has stored.")
+app.add_typer(data, name="data")
+app.add_typer(checkpoints, name="checkpoints")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line with `argv` (default: sys.argv's) and end the process with its exit code."""
+    try:
+        app(args=argv, prog_name="dsjax")
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+
+
+def _verb(function: Callable[..., int | None]) -> Callable[..., None]:
+    """`function` as a verb: what it raises becomes plain lines, what it returns the exit code."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        raise typer.Exit(guarded(lambda: function(*args, **kwargs)))
+
+    return run
+
+
+def _settings(first: str, more: Sequence[str] | None) -> Config:
+    """The config that a verb's positional arguments describe."""
+    from dsjax.config import load
+
+    words = [first, *(more or ())]
+    files = [word for word in words if not _OVERRIDE.match(word)]
+    if _OVERRIDE.match(first):
+        raise ConfigError(f"the first argument is a config file (configs/quickstart.yaml, say), got {first}")
+    return load(files, [word for word in words if _OVERRIDE.match(word)])
+
+
+def _ready(first: str, more: Sequence[str] | None) -> Config:
+    """The same, with the backend chosen and the cluster joined, which must come before jax starts."""
+    config = _settings(first, more)
+    from dsjax.backend.platform import setup
+
+    setup(config.runtime)
+    return config
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"dsjax {version('dsjax')}")
+        except PackageNotFoundError:
+            print("dsjax (not installed: run from its source)")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@_verb
+def train(
+    config: ConfigFile,
+    more: More = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print every setting and what this machine would do, and stop.")
+    ] = False,
+    allow_config_change: Annotated[
+        bool,
+        typer.Option(
+            "--allow-config-change", help="Resume although settings differ from the run's own; recorded."
+        ),
+    ] = False,
+) -> int | None:
+    """Train, or go on from the newest checkpoint of the run."""
+    resolved = _ready(config, more)
+    from dsjax.train.run import train
+
+    return train(resolved, dry_run=dry_run, allow_config_change=allow_config_change)
+
+
+@app.command(name="eval")
+@_verb
+def evaluate(config: ConfigFile, more: More = None) -> int | None:
+    """Token-weighted loss and perplexity of the newest checkpoint on each evaluation set."""
+    resolved = _ready(config, more)
+    from dsjax.train.run import evaluate
+
+    return evaluate(resolved)
+
+
+@app.command()
+@_verb
+def generate(
+    config: ConfigFile,
+    prompt: Annotated[str, typer.Option(help="Text to go on from.", show_default=False)],
+    more: More = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from the K likeliest tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that together have this share."),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+) -> int | None:
+    """Sample from the newest checkpoint of a run."""
+    resolved = _ready(config, more)
+    from dsjax.train.run import generate
+
+    return generate(
+        resolved,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+@_verb
+def launch(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND [ARGS ...]",
+            help="A verb of dsjax (train CONFIG ...) or another program (python my_train.py).",
+            show_default=False,
+        ),
+    ],
+    workers: Annotated[int, typer.Option(min=1, help="Processes to start on this host.")],
+) -> int | None:
+    """Run a command as N processes of one job on this host; all end when one dies."""
+    from dsjax.launch.local import launch
+
+    return launch(workers, command)
+
+
+@data.command(name="build")
+@_verb
+def data_build(config: ConfigFile, more: More = None) -> int | None:
+    """Tokenise the config's data ahead of training; interrupted, it goes on where it stopped."""
+    resolved = _ready(config, more)
+    from dsjax.data import build
+
+    return build(resolved)
+
+
+@data.command(name="inspect")
+@_verb
+def data_inspect(
+    config: ConfigFile,
+    more: More = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to show.")] = 2,
+    step: Annotated[int, typer.Option(min=0, help="The step whose batch is shown.")] = 0,
+) -> int | None:
+    """Show rows as the model will see them: text, segments, targets and weights."""
+    resolved = _ready(config, more)
+    from dsjax.data import inspect
+
+    return inspect(resolved, rows=rows, step=step)
+
+
+@checkpoints.command(name="list")
+@_verb
+def checkpoints_list(config: ConfigFile, more: More = None) -> int | None:
+    """List the stored checkpoints of a run: step, size, age. CONFIG may also be a run's directory."""
+    run = Path(config)
+    if not run.is_dir():
+        resolved = _settings(config, more)
+        run = Path(resolved.run.directory)
+    elif (run / "config.yaml").is_file():
+        resolved = _settings(str(run / "config.yaml"), more)
+    else:
+        raise InputError(f"{run}: is not the directory of a run (it holds no config.yaml)")
+    return _show_checkpoints(Path(resolved.checkpoint.disk.path or run / "checkpoints"))
+
+
+def _show_checkpoints(directory: Path) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dsjax.checkpoint import listing
+    from dsjax.checkpoint.disk import age
+
+    stored = listing(directory)
+    if not stored:
+        print(f"no checkpoints in {directory}")
+        return 0
+    table = Table("step", "MiB", "written", "path", box=None)
+    for one in stored:
+        table.add_row(str(one.step), f"{one.num_bytes / 2**20:.1f}", age(one.written), str(one.path))
+    Console(soft_wrap=True).print(table)
+    return 0
+
+
+@app.command()
+@_verb
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> int | None:
+    """Versions, devices, links, flags, disk: what will and will not work on this machine."""
+    from dsjax.doctor import doctor
+
+    return doctor(as_json=as_json)

@@ -1,0 +1,66 @@
+"""What may differ between a run's own config and the one it is resumed with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsjax.config.schema import Config
+from dsjax.config.yaml_core import show
+
+# A key stands for all that it holds. `*` is any item of a list.
+FREE_ON_RESUME = (
+    "run.name",
+    "run.dir",
+    "run.resume",
+    "runtime",
+    "mesh",
+    "train.steps",
+    "train.stop_after",
+    "train.gradient_accumulation_steps",
+    "train.remat",
+    "train.fsdp_gather",
+    "data.paths",
+    "data.mixture.*.paths",
+    "data.workers",
+    "data.cache_dir",
+    "data.log_examples",
+    "eval",
+    "checkpoint",
+    "observe",
+)
+_NOTHING = object()
+
+
+def changed(old: Config, new: Config) -> list[str]:
+    """One line for each setting of `new` that a run started with `old` may not be resumed with."""
+    return [
+        f"{key}: the run was started with {_said(before)}, now it is {_said(after)}; put it back, start "
+        "another run (run.name), or accept it with --allow-config-change"
+        for key, before, after in _differences(old.model_dump(), new.model_dump(), "")
+    ]
+
+
+def _differences(old: Any, new: Any, key: str) -> list[tuple[str, Any, Any]]:
+    if _is_free(key):
+        return []
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = [*old, *(name for name in new if name not in old)]
+        pairs = [
+            (f"{key}.{name}" if key else name, old.get(name, _NOTHING), new.get(name, _NOTHING))
+            for name in names
+        ]
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = [(f"{key}.{i}", *pair) for i, pair in enumerate(zip(old, new, strict=True))]
+    else:
+        same = old == new and isinstance(old, bool) == isinstance(new, bool)
+        return [] if same else [(key, old, new)]
+    return [difference for pair in pairs for difference in _differences(pair[1], pair[2], pair[0])]
+
+
+def _is_free(key: str) -> bool:
+    parts = ["*" if part.isdigit() else part for part in key.split(".")]
+    return ".".join(parts) in FREE_ON_RESUME
+
+
+def _said(value: Any) -> str:
+    return "not set" if value is _NOTHING else show(value)

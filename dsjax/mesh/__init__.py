@@ -1,0 +1,33 @@
+"""Named mesh axes and the rules that place parameters and activations on them."""
+
+from dsjax.mesh.axes import AXES, BATCH_AXES, batch_shards, make_mesh, process_rows, resolve_sizes, zigzag_order
+from dsjax.mesh.layout import (
+    Layout,
+    constrain,
+    current_layout,
+    gather_all,
+    gathered,
+    manual,
+    use_layout,
+)
+from dsjax.mesh.paths import map_named, named_leaves, path_name
+
+__all__ = [
+    "AXES",
+    "BATCH_AXES",
+    "Layout",
+    "batch_shards",
+    "constrain",
+    "current_layout",
+    "gather_all",
+    "gathered",
+    "make_mesh",
+    "manual",
+    "map_named",
+    "named_leaves",
+    "path_name",
+    "process_rows",
+    "resolve_sizes",
+    "use_layout",
+    "zigzag_order",
+]

@@ -1,0 +1,274 @@
+"""Where every parameter and activation lives: logical axis names to mesh axes.
+
+Two tables, one for parameters and one for activations; ZeRO-3 is that the two differ.  A model
+names the dimensions of its parameters in a table beside its code (path pattern -> logical names);
+a parameter without an entry is cut over `fsdp` along its largest dimension that divides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsjax.errors import ConfigError
+from dsjax.mesh.axes import BATCH_AXES, divisors
+from dsjax.mesh.paths import map_named, named_leaves
+
+Names = Sequence[str | None]
+
+PARAM_RULES: Mapping[str, tuple[str, ...]] = {
+    "layers": (), "embed": ("fsdp",), "mlp": ("tensor",), "heads": ("tensor",),
+    "kv_heads": ("tensor",), "head_dim": (), "vocab": ("tensor",), "expert": ("expert",),
+}  # fmt: skip
+ACTIVATION_RULES: Mapping[str, tuple[str, ...]] = {
+    "batch": BATCH_AXES, "sequence": ("context",), "embed": (), "mlp": ("tensor",),
+    "heads": ("tensor",), "kv_heads": ("tensor",), "head_dim": (), "vocab": ("tensor",),
+    "expert": ("expert",), "layers": (),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the tables that say how a model lies on it.
+
+    Attributes:
+      mesh: the device mesh, with all axes.
+      param_axes: path pattern (fnmatch) -> logical names, one a dimension.
+      fsdp_gather: "layer" (gather as layers run) or "step" (once, before the first layer).
+    """
+
+    mesh: Mesh
+    param_axes: Mapping[str, Names] = field(default_factory=dict)
+    fsdp_gather: str = "layer"
+    param_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PARAM_RULES)
+    activation_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ACTIVATION_RULES)
+
+    def axis_size(self, axis: str) -> int:
+        """Devices along a mesh axis."""
+        return self.mesh.shape[axis]
+
+    def active(self, name: str) -> tuple[str, ...]:
+        """The mesh axes of more than one device over which an activation's axis is cut."""
+        return tuple(a for a in self.activation_rules[name] if self.mesh.shape[a] > 1)
+
+    def spec(self, names: Names) -> P:
+        """PartitionSpec of an activation whose dimensions have these logical names."""
+        return P(*(self._entry(self.activation_rules, name) for name in names))
+
+    def sharding(self, *names: str | None) -> NamedSharding:
+        """Sharding of an activation whose dimensions have these logical names."""
+        return NamedSharding(self.mesh, self.spec(names))
+
+    def _entry(
+        self, rules: Mapping[str, tuple[str, ...]], name: str | None, without: str = ""
+    ) -> tuple[str, ...] | str | None:
+        if name is None:
+            return None
+        axes = tuple(a for a in rules.get(name, ()) if self.mesh.shape[a] > 1 and a != without)
+        return (axes[0] if len(axes) == 1 else axes) or None
+
+    def names_of(self, path: str) -> Names | None:
+        """Logical names of a parameter's dimensions; None where the model declares none."""
+        if path in self.param_axes:
+            return self.param_axes[path]
+        for pattern, names in self.param_axes.items():
+            if fnmatch.fnmatchcase(path, pattern):
+                return names
+        return None
+
+    def param_spec(self, path: str, shape: Sequence[int]) -> P:
+        """PartitionSpec of a parameter at rest (also of its gradient and optimizer state)."""
+        names = self.names_of(path)
+        if names is not None and len(names) == len(shape):
+            return P(*(self._entry(self.param_rules, name) for name in names))
+        return self._largest_dimension(shape)
+
+    def _largest_dimension(self, shape: Sequence[int]) -> P:
+        size = self.mesh.shape["fsdp"]
+        candidates = [(extent, -i) for i, extent in enumerate(shape) if extent and extent % size == 0]
+        if size == 1 or not candidates:
+            return P()
+        dimension = -max(candidates)[1]
+        return P(*(None,) * dimension, "fsdp")
+
+    def compute_spec(self, path: str, shape: Sequence[int]) -> P:
+        """PartitionSpec of a parameter while it is used: gathered over fsdp."""
+        names = self.names_of(path)
+        if names is None or len(names) != len(shape):
+            return P()
+        return P(*(self._entry(self.param_rules, name, without="fsdp") for name in names))
+
+    def param_shardings(self, params: Any) -> Any:
+        """The tree's shardings at rest; `params` may be abstract."""
+        return map_named(
+            lambda path, leaf: NamedSharding(self.mesh, self.param_spec(path, leaf.shape)), params
+        )
+
+    def check(self, params: Any) -> None:
+        """Refuses parameters that do not divide over the mesh.
+
+        Raises:
+          ConfigError: a line a fault, naming parameter, dimension, axis and what would work.
+        """
+        leaves = named_leaves(params)
+        faults = []
+        for path, leaf in leaves.items():
+            names = self.names_of(path)
+            if names is not None and len(names) != len(leaf.shape):
+                faults.append(
+                    f"{path}: the sharding table names {len(names)} dimensions {tuple(names)} but the "
+                    f"parameter has shape {tuple(leaf.shape)}"
+                )
+                continue
+            for index, name in enumerate(names or ()):
+                axes = self.param_rules.get(name, ()) if name else ()
+                parts = math.prod(self.mesh.shape[a] for a in axes)
+                if leaf.shape[index] % parts:
+                    faults.append(
+                        f"{path}: dimension {index} ({name}, {leaf.shape[index]}) does not divide over "
+                        f"mesh.{'*'.join(axes)} {parts}"
+                    )
+        if faults:
+            shown = faults[:6] + ([f"... and {len(faults) - 6} more parameters"] if len(faults) > 6 else [])
+            raise ConfigError([*shown, self._layout_that_works(leaves)])
+
+    def _layout_that_works(self, leaves: Mapping[str, Any]) -> str:
+        """The mesh nearest to this one, of as many devices, on which every parameter divides."""
+        common: dict[str, int] = {}
+        for path, leaf in leaves.items():
+            names = self.names_of(path) or ()
+            for name, extent in zip(names, leaf.shape, strict=False):
+                for axis in self.param_rules.get(name, ()) if name else ():
+                    common[axis] = math.gcd(common.get(axis, 0), extent)
+        sizes = dict(self.mesh.shape)
+        devices = math.prod(sizes.values())
+        for axis, extent in common.items():
+            fitting = [d for d in divisors(extent) if d <= sizes[axis]]
+            sizes[axis] = max(d for d in fitting if devices % d == 0)
+        sizes["data"] = 1
+        sizes["data"] = max(1, devices // math.prod(sizes.values()))
+        if math.prod(sizes.values()) != devices:
+            sizes = {axis: 1 for axis in sizes} | {"data": devices}
+        chosen = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if axis != "pipeline")
+        return f"a layout that divides: {chosen}"
+
+
+_current: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
+
+
+def current_layout() -> Layout | None:
+    """The layout under which code is being traced; None outside any."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def use_layout(layout: Layout | None) -> Iterator[Layout | None]:
+    """Traces the code inside under a layout."""
+    token = _current.set(layout)
+    try:
+        yield layout
+    finally:
+        _current.reset(token)
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Pins an activation to its place by the logical names of its dimensions; a no-op without a mesh."""
+    layout = _current.get()
+    if layout is None or layout.mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, layout.sharding(*names))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _resharded(x: jax.Array, used: NamedSharding, kept: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, used)
+
+
+def _resharded_fwd(x: jax.Array, used: NamedSharding, kept: NamedSharding) -> tuple[jax.Array, None]:
+    return jax.lax.with_sharding_constraint(x, used), None
+
+
+def _resharded_bwd(used: NamedSharding, kept: NamedSharding, _: None, g: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(g, kept),)
+
+
+_resharded.defvjp(_resharded_fwd, _resharded_bwd)
+
+
+def gathered(tree: Any, prefix: str = "") -> Any:
+    """Parameters as they are used: gathered over `fsdp`, their gradients scattered back over it.
+
+    Called where the parameters are needed (in the body of the layer stack), so that only one layer
+    is whole at a time.  The gradient is constrained to the parameter's own place, which makes the
+    reduction over fsdp a reduce-scatter.
+
+    Args:
+      tree: parameters, or the slice of one layer of stacked ones.
+      prefix: the tree's path in the model, as in the model's table ("layers").
+    """
+    layout = _current.get()
+    if layout is None or layout.axis_size("fsdp") == 1 or layout.fsdp_gather == "step":
+        return tree
+    return map_named(lambda path, leaf: _gather_one(layout, f"{prefix}/{path}".strip("/"), leaf), tree)
+
+
+def gather_all(params: Any) -> Any:
+    """The whole model's parameters gathered over `fsdp` at once (`fsdp_gather: step`)."""
+    layout = _current.get()
+    if layout is None or layout.axis_size("fsdp") == 1:
+        return params
+    return map_named(lambda path, leaf: _gather_one(layout, path, leaf), params)
+
+
+def _gather_one(layout: Layout, path: str, leaf: Any) -> Any:
+    names = layout.names_of(path)
+    if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+        return leaf
+    if names is not None and len(names) == leaf.ndim + 1:
+        # A slice of stacked layers: the table's names begin with the stacking dimension.
+        names = names[1:]
+    if names is None or len(names) != leaf.ndim:
+        used, kept = P(), layout.param_spec(path, leaf.shape)
+    else:
+        used = P(*(layout._entry(layout.param_rules, n, without="fsdp") for n in names))
+        kept = P(*(layout._entry(layout.param_rules, n) for n in names))
+    return _resharded(leaf, NamedSharding(layout.mesh, used), NamedSharding(layout.mesh, kept))
+
+
+def manual(
+    function: Callable[..., Any], in_names: Sequence[Names], out_names: Sequence[Names] | Names
+) -> Callable[..., Any]:
+    """`function` over each device's own part of its arguments (a shard_map over every mesh axis).
+
+    Args:
+      function: gets and returns local arrays; may use collectives over mesh axes.
+      in_names: for each argument, the logical activation names of its dimensions.
+      out_names: likewise for each result; for a single result its names alone, flat.
+
+    Returns:
+      The function of global arrays; `function` itself where there is one device or no layout.
+    """
+    layout = _current.get()
+    if layout is None or layout.mesh.size == 1:
+        return function
+    single = all(name is None or isinstance(name, str) for name in out_names)
+    out_specs: Any = (
+        layout.spec(out_names) if single else tuple(layout.spec(names) for names in out_names)  # type: ignore[arg-type]
+    )
+    return jax.shard_map(
+        function,
+        mesh=layout.mesh,
+        in_specs=tuple(layout.spec(names) for names in in_names),
+        out_specs=out_specs,
+        check_vma=False,
+    )

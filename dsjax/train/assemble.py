@@ -1,0 +1,125 @@
+"""From a config to a trainer: the model, its loss, the optimizer, on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from dsjax.config import Config
+from dsjax.data import Tokenizer, load_tokenizer
+from dsjax.errors import ConfigError
+from dsjax.mesh import batch_shards, make_mesh, zigzag_order
+from dsjax.models import ModelSpec, build
+from dsjax.train.losses import language_model_loss, logits_loss
+from dsjax.train.optimizers import make_optimizer, make_schedule
+from dsjax.train.program import Program, Recipe
+from dsjax.train.trainer import Trainer
+
+
+@dataclass
+class Assembled:
+    """What a config describes, ready to run."""
+
+    config: Config
+    tokenizer: Tokenizer
+    model: ModelSpec
+    trainer: Trainer
+
+
+def check_batch(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Refuses a batch or sequence that does not divide over the mesh.
+
+    Raises:
+      ConfigError: naming the settings and values that would work.
+    """
+    train, shards = config.train, batch_shards(mesh)
+    parts = shards * train.gradient_accumulation_steps
+    faults = []
+    if train.global_batch_size % parts:
+        below, above = train.global_batch_size // parts * parts, -(-train.global_batch_size // parts) * parts
+        near = " or ".join(str(n) for n in (below, above) if n)
+        faults.append(
+            f"train.global_batch_size: {train.global_batch_size} does not divide over {shards} shards of the batch "
+            f"(mesh data x fsdp x expert) times {train.gradient_accumulation_steps} microbatches "
+            f"(train.gradient_accumulation_steps); use {near}"
+        )
+    context = mesh.shape["context"]
+    if context > 1:
+        try:
+            zigzag_order(train.sequence_length, context)
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(faults)
+
+
+def assemble(config: Config, *, allow_config_change: bool = False) -> Assembled:
+    """Builds what a config describes; compiles and writes nothing but a tokenizer to be trained.
+
+    Raises:
+      ConfigError, InputError: what cannot be built, a line a fault.
+    """
+    check_batch(config, make_mesh(config.mesh))
+    tokenizer = load_tokenizer(config)
+    model = _model(config, tokenizer)
+    train = config.train
+    tokens = train.global_batch_size * train.sequence_length
+    per_token = model.flops_per_token(train.sequence_length)
+    trainer = Trainer.from_recipe(
+        _recipe(config, model),
+        config,
+        alternatives=lambda trainer: _alternatives(config, tokenizer, trainer),
+        flops_per_step=per_token * tokens if per_token else None,
+        allow_config_change=allow_config_change,
+    )
+    return Assembled(config, tokenizer, model, trainer)
+
+
+def _model(config: Config, tokenizer: Tokenizer) -> ModelSpec:
+    return build(
+        config.model,
+        platform=jax.default_backend(),
+        vocab_size_hint=tokenizer.vocab_size,
+        remat=config.train.remat,
+        max_length=config.train.sequence_length,
+    )
+
+
+def _loss(model: ModelSpec) -> Callable[[Any, Any], Any]:
+    if model.loss is not None:
+        return model.loss
+    return language_model_loss(model.cross_entropy_chunk) if model.has_hidden else logits_loss
+
+
+def _recipe(config: Config, model: ModelSpec) -> Recipe:
+    optimizer = config.optimizer
+    schedule = make_schedule(optimizer.schedule, optimizer.learning_rate, config.train.steps)
+    return Recipe(
+        init=model.init,
+        loss=_loss(model),
+        make_optimizer=lambda names_of: make_optimizer(optimizer, schedule, names_of),
+        schedule=schedule,
+        param_axes=model.param_axes,
+        remat_by_step=not model.remat_by_layer,
+    )
+
+
+def _alternatives(config: Config, tokenizer: Tokenizer, trainer: Trainer) -> list[tuple[str, Program]]:
+    """Programs of the same run with more accumulation or recomputation, least cost first."""
+    train = config.train
+    shards = batch_shards(trainer.mesh)
+    found = []
+    for remat in dict.fromkeys([train.remat, "dots", "full"]):
+        for factor in (1, 2, 4, 8, 16):
+            microbatches = train.gradient_accumulation_steps * factor
+            if (factor == 1 and remat == train.remat) or train.global_batch_size % (microbatches * shards):
+                continue
+            settings = {"gradient_accumulation_steps": microbatches, "remat": remat}
+            changed = config.model_copy(update={"train": train.model_copy(update=settings)})
+            other = Trainer.from_recipe(_recipe(changed, _model(changed, tokenizer)), changed)
+            text = " ".join(f"train.{k}={v}" for k, v in settings.items() if v != getattr(train, k))
+            found.append((text, other.program))
+    return found

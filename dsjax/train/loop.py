@@ -1,0 +1,189 @@
+"""The loop: batch, step, record; save and evaluate when due; stop when asked."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from dsjax.errors import InputError, OutOfDeviceMemory, Preempted
+from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory
+from dsjax.train.program import Program
+from dsjax.train.recorder import Recorder
+from dsjax.train.signals import StopRequest
+from dsjax.train.state import State
+
+Results = dict[str, dict[str, float]]
+
+
+@dataclass
+class Plan:
+    """When the loop does what.
+
+    Attributes:
+      steps: the run's last step.
+      stop_after: end after this many steps of this call, as a pre-emption would.
+      save_every, eval_every: every N steps; 0: only at the end (eval: never).
+      evaluate: evaluates a state; None where there is nothing to evaluate on.
+      save: starts saving a state under its step.
+      check_saves: raises the error of a background save that failed.
+      log_examples: called with the number of each step and its batch (from 0), before it runs.
+      on_eval, on_checkpoint: the user's callbacks.
+    """
+
+    steps: int
+    stop_after: int | None = None
+    save_every: int = 0
+    eval_every: int = 0
+    evaluate: Callable[[State], Results] | None = None
+    save: Callable[[int, State], None] = lambda step, state: None
+    check_saves: Callable[[], None] = lambda: None
+    log_examples: Callable[[int, int], None] | None = None
+    on_eval: Callable[[int, Results], None] | None = None
+    on_checkpoint: Callable[[int], None] | None = None
+    trace: Callable[[int], None] = lambda step: None
+    run_again: str = "run the same again to go on"
+    saved_at: int = field(default=-1, init=False)
+
+
+def run_loop(
+    program: Program,
+    state: State,
+    batches: Iterator[Any],
+    plan: Plan,
+    recorder: Recorder,
+    stop: StopRequest,
+) -> State:
+    """Trains from the state's step to the plan's last one and returns the last state.
+
+    Raises:
+      Preempted: stopped by a signal or `stop_after`, after saving.
+      InputError: the data ended early.
+    """
+    start = int(state.step)
+    plan.saved_at = start if start else -1
+    offset = int(state.data_step) - start
+    last_of_call = plan.steps if plan.stop_after is None else min(plan.steps, start + plan.stop_after)
+    alone = jax.process_count() == 1
+    recorder.start_clock()
+    step = start
+    while step < last_of_call:
+        step += 1
+        plan.trace(step)
+        waited = time.monotonic()
+        batch = _next_batch(batches, step, plan.steps)
+        placed = program.place(batch, step)
+        if plan.log_examples is not None:
+            plan.log_examples(step, step - 1 + offset)
+        waited = time.monotonic() - waited
+        state, metrics = _one_step(program, state, placed, stop.requested, recorder)
+        recorder.step_done(step, metrics, waited)
+        plan.check_saves()
+        if step == plan.steps:
+            break
+        if recorder.stop_voted or (alone and stop.requested):
+            break
+        if plan.eval_every and step % plan.eval_every == 0:
+            _evaluate(plan, recorder, step, state)
+        if plan.save_every and step % plan.save_every == 0:
+            _save(plan, recorder, step, state)
+    recorder.drain()
+    if plan.saved_at != step:
+        _save(plan, recorder, step, state)
+    if step < plan.steps:
+        reason = stop.signal or ("another process was asked to stop" if recorder.stop_voted else "stop_after")
+        recorder.event("preempted", step, reason=reason)
+        raise Preempted(f"stopped at step {step} of {plan.steps} ({reason}), saved; {plan.run_again}")
+    if plan.eval_every:
+        _evaluate(plan, recorder, step, state)
+    return state
+
+
+def _next_batch(batches: Iterator[Any], step: int, steps: int) -> Any:
+    try:
+        return next(batches)
+    except StopIteration:
+        raise InputError(
+            f"the data ended before step {step} of {steps}; give a loader that repeats, or fewer steps"
+        ) from None
+
+
+def _one_step(
+    program: Program, state: State, batch: Any, stop: bool, recorder: Recorder
+) -> tuple[State, dict[str, jax.Array]]:
+    first = not program.has_step(batch)
+    if first:
+        with recorder.progress.busy("compiling the step"):
+            compiled = program.step(batch)
+        recorder.start_clock()
+    else:
+        compiled = program.step(batch)
+    try:
+        return compiled(state, batch, program.votes(stop))
+    except Exception as error:
+        if isinstance(error, OutOfDeviceMemory) or not is_out_of_memory(error):
+            raise
+        limit = device_bytes(list(program.mesh.devices.flat)) or 0
+        raise program.does_not_fit(batch, compiled_bytes(compiled) or 0, limit) from error
+
+
+def _save(plan: Plan, recorder: Recorder, step: int, state: State) -> None:
+    recorder.drain()
+    plan.save(step, state)
+    plan.saved_at = step
+    recorder.event("checkpoint_saved", step)
+    if plan.on_checkpoint is not None:
+        plan.on_checkpoint(step)
+    recorder.start_clock()
+
+
+def _evaluate(plan: Plan, recorder: Recorder, step: int, state: State) -> None:
+    if plan.evaluate is None:
+        return
+    recorder.drain()
+    with recorder.progress.busy("evaluating"):
+        results = plan.evaluate(state)
+    recorder.evaluated(step, results)
+    if plan.on_eval is not None:
+        plan.on_eval(step, results)
+    recorder.start_clock()
+
+
+def evaluate(program: Program, state: State, batches: Any, steps: int = -1) -> dict[str, float]:
+    """Weighted loss over a finite set of batches: sums over all of it, divided once.
+
+    Args:
+      batches: an iterable of this process's rows; all of it counts, a last partial batch too.
+      steps: at most this many batches; -1: all.
+
+    Returns:
+      loss, tokens (the weight), perplexity, and the loss function's extras.
+
+    Raises:
+      InputError: the set has no weight at all.
+    """
+    totals: dict[str, float] = {}
+    for index, batch in enumerate(batches):
+        if steps >= 0 and index >= steps:
+            break
+        placed = program.place_eval(batch)
+        sums = program.evaluation(placed)(state.params, state.model_state, placed)
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    if not totals.get("weight"):
+        raise InputError("evaluation: no example of the set has weight; look at its files and masks")
+    loss = totals["loss"] / totals["weight"]
+    result = {"loss": loss, "tokens": totals["weight"], "perplexity": _exp(loss)}
+    for name in totals:
+        if name.endswith("/sum"):
+            key = name.removesuffix("/sum")
+            result[key.removeprefix("extra/")] = totals[name] / max(totals[f"{key}/weight"], 1e-30)
+    return result
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,0 +1,372 @@
+"""The compiled side of a trainer: abstract state, places, batches onto devices, one step compiled.
+
+Nothing here knows of files, loops or configs: it turns a model, a loss, an optimizer and a mesh
+into functions over sharded arrays.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsjax.errors import ConfigError, InputError
+from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
+from dsjax.precision import apply_policy
+from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory, refuse_oversized
+from dsjax.train.optimizers import optimizer_shardings
+from dsjax.train.state import State, first_state
+from dsjax.train.step import StepParts, eval_step, train_step
+
+Init = Callable[[nnx.Rngs], nnx.Module]
+MakeOptimizer = Callable[[Callable[[str], Any]], optax.GradientTransformation]
+
+
+@dataclass
+class Recipe:
+    """What to train, before any mesh or device is known.
+
+    Attributes:
+      init: makes the model from `nnx.Rngs`.
+      loss: ``loss(model, batch) -> (sum, weight[, extras])``.
+      make_optimizer: from a function "parameter path -> logical names" to an optax transformation.
+      schedule: number of updates -> learning rate; None where it is not known.
+      param_axes: path pattern -> logical names of dimensions.
+      remat_by_step: recomputation goes around the whole loss; False for a model that does it by layer.
+    """
+
+    init: Init
+    loss: Callable[[nnx.Module, Any], Any]
+    make_optimizer: MakeOptimizer
+    schedule: Callable[[Any], Any] | None
+    param_axes: Mapping[str, Any]
+    remat_by_step: bool = True
+
+
+@dataclass
+class Program:
+    """A recipe laid out on a mesh.
+
+    Args:
+      compute_dtype: type of matrix products.
+      trainable: path patterns of the parameters to train; empty: all.
+      max_grad_norm, remat, accumulation, fsdp_gather: as in the config.
+      compiler_options: XLA's, for the compiled functions.
+      on_compile: called with what was compiled and the seconds it took.
+      alternatives: programs of other settings to try when a step does not fit.
+
+    Raises (at construction):
+      ConfigError: parameters that do not divide over the mesh, or patterns that match nothing.
+    """
+
+    recipe: Recipe
+    mesh: Mesh
+    accumulation: int = 1
+    fsdp_gather: str = "layer"
+    compute_dtype: Any = jnp.float32
+    trainable: tuple[str, ...] = ()
+    max_grad_norm: float | None = None
+    remat: str = "none"
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
+    on_compile: Callable[[str, float], None] = lambda what, seconds: None
+    alternatives: Callable[[], list[tuple[str, Program]]] = list
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        abstract = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
+        self.layout = Layout(
+            self.mesh, {**_declared_axes(abstract), **recipe.param_axes}, fsdp_gather=self.fsdp_gather
+        )
+        self._filter = _trainable_filter(self.trainable)
+        graph, params, model_state = nnx.split(abstract, self._filter, ...)
+        if self.trainable and not jax.tree.leaves(params):
+            raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(self.trainable)}")
+        self.layout.check(nnx.state(abstract, nnx.Param))
+        optimizer = recipe.make_optimizer(self.layout.names_of)
+        self.parts = StepParts(
+            graph, recipe.loss, optimizer, recipe.schedule, self.layout, self.max_grad_norm, self.remat
+        )
+        self.abstract_state = self._abstract_state(params, model_state)
+        self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        self._steps: dict[Any, Any] = {}
+        self._evals: dict[Any, Any] = {}
+        self._votes: dict[bool, jax.Array] = {}
+
+    def _model(self, key: jax.Array) -> nnx.Module:
+        return apply_policy(self.recipe.init(nnx.Rngs(key)), self.compute_dtype)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of what every device holds whole."""
+        return NamedSharding(self.mesh, P())
+
+    def _abstract_state(self, params: nnx.State, model_state: nnx.State) -> State:
+        opt_state = jax.eval_shape(self.parts.optimizer.init, params)
+        shapes = jax.eval_shape(first_state, params, model_state, opt_state)
+        param_shardings = self.layout.param_shardings(params)
+        fallback = Layout(self.mesh)
+
+        def other(shape: tuple[int, ...]) -> NamedSharding:
+            return NamedSharding(self.mesh, fallback.param_spec("", shape))
+
+        def frozen(path: Any, leaf: Any) -> NamedSharding:
+            # Frozen parameters lie as trainable ones do; statistics and random streams are small.
+            name = path_name(path)
+            if not isinstance(_variable_at(model_state, path), nnx.Param):
+                return self.replicated
+            return NamedSharding(self.mesh, self.layout.param_spec(name, leaf.shape))
+
+        shardings = jax.tree.map(lambda _: self.replicated, shapes)
+        shardings = replace(
+            shardings,
+            params=param_shardings,
+            model_state=jax.tree_util.tree_map_with_path(frozen, model_state),
+            opt_state=optimizer_shardings(self.parts.optimizer, opt_state, params, param_shardings, other),
+        )
+        return jax.tree.map(
+            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+            shapes, shardings,
+        )  # fmt: skip
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    def init(self, seed: int) -> State:
+        """The first state, made in its places: no device ever holds what is not its own."""
+
+        def make(key: jax.Array) -> State:
+            _, params, model_state = nnx.split(self._model(key), self._filter, ...)
+            return first_state(params, model_state, self.parts.optimizer.init(params))
+
+        started = time.monotonic()
+        state = jax.jit(make, out_shardings=self.state_shardings)(jax.random.key(seed))
+        self.on_compile("init", time.monotonic() - started)
+        return state
+
+    def model(self, state: State) -> nnx.Module:
+        """The Flax model with the state's parameters (not a copy)."""
+        return nnx.merge(self.parts.graph, state.params, state.model_state)
+
+    # ---- batches -------------------------------------------------------------------------------
+
+    def rows(self, global_rows: int) -> np.ndarray:
+        """Which rows of a global batch this process supplies, in order."""
+        return process_rows(self.mesh, global_rows, self.accumulation)
+
+    def place(self, batch: Any, step: int | None = None) -> Any:
+        """This process's rows as arrays [A, B / A, ...] over the mesh.
+
+        Args:
+          batch: a tree of host arrays, each with this process's rows first.
+          step: for messages.
+
+        Raises:
+          InputError: rows that differ between arrays or do not divide, or NaN in the data.
+        """
+        rows = _leading_rows(batch)
+        shards = batch_shards(self.mesh)
+        mine = len(process_rows(self.mesh, shards))
+        parts = mine * self.accumulation
+        if rows % parts:
+            raise InputError(
+                f"the batch has {rows} rows a process, which do not divide into gradient_accumulation_steps "
+                f"{self.accumulation} x {mine} shards of the mesh here; use a multiple of {parts}"
+            )
+        sharding = NamedSharding(self.mesh, P(None, BATCH_AXES))
+        lead = (self.accumulation, rows // self.accumulation)
+
+        def put(path: Any, value: Any) -> jax.Array:
+            # A copy: on a CPU the device array may share the host array's memory.
+            value = np.array(value).reshape(*lead, *np.shape(value)[1:])
+            _refuse_nan(path_name(path), value, step)
+            shape = (lead[0], lead[1] * shards // mine, *value.shape[2:])
+            return jax.make_array_from_process_local_data(sharding, value, shape)
+
+        return jax.tree_util.tree_map_with_path(put, batch)
+
+    def place_eval(self, batch: Any) -> Any:
+        """This process's rows of an evaluation batch, [B, ...] over the mesh.
+
+        Rows that do not divide over the mesh (a last, partial batch) are computed by every device.
+        """
+        rows = _leading_rows(batch)
+        shards = batch_shards(self.mesh)
+        mine = len(process_rows(self.mesh, shards))
+        whole = rows % mine != 0
+        if whole and jax.process_count() > 1:
+            raise InputError(
+                f"an evaluation batch has {rows} rows a process, which do not divide into the {mine} shards "
+                "of the mesh here; pad it with rows of weight 0"
+            )
+        sharding = self.replicated if whole else NamedSharding(self.mesh, P(BATCH_AXES))
+
+        def put(path: Any, value: Any) -> jax.Array:
+            value = np.array(value)
+            _refuse_nan(path_name(path), value, None)
+            shape = value.shape if whole else (rows * shards // mine, *value.shape[1:])
+            return jax.make_array_from_process_local_data(sharding, value, shape)
+
+        return jax.tree_util.tree_map_with_path(put, batch)
+
+    def votes(self, stop: bool) -> jax.Array:
+        """This process's say in whether to stop, one number a device."""
+        if stop not in self._votes:
+            sharding = NamedSharding(self.mesh, P(AXES))
+            local = sum(d.process_index == jax.process_index() for d in self.mesh.devices.flat)
+            value = np.full(local, int(stop), np.int32)
+            self._votes[stop] = jax.make_array_from_process_local_data(sharding, value, (self.mesh.size,))
+        return self._votes[stop]
+
+    # ---- compiled functions --------------------------------------------------------------------
+
+    def step(self, batch: Any) -> Callable[[State, Any, jax.Array], tuple[State, dict[str, jax.Array]]]:
+        """The compiled training step for placed (or abstract) batches shaped like this one."""
+        key = _signature(batch)
+        if key not in self._steps:
+            self._steps[key] = self._compile_step(batch)
+        return self._steps[key]
+
+    def has_step(self, batch: Any) -> bool:
+        """Whether the step for batches of this shape is compiled already."""
+        return _signature(batch) in self._steps
+
+    def lower_step(self, batch: Any) -> Any:
+        """The traced and lowered training step; the state is donated."""
+        function = jax.jit(
+            lambda state, batch, votes: train_step(self.parts, state, batch, votes),
+            donate_argnums=0,
+            out_shardings=(self.state_shardings, self.replicated),
+        )
+        votes = jax.ShapeDtypeStruct((self.mesh.size,), np.int32, sharding=NamedSharding(self.mesh, P(AXES)))
+        return function.lower(self.abstract_state, _abstract(batch), votes)
+
+    def step_bytes(self, batch: Any) -> int | None:
+        """Bytes a device that the step takes, by compiling it; None where it cannot be compiled."""
+        try:
+            return compiled_bytes(self.lower_step(batch).compile(self._options()))
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            raise
+
+    def _options(self) -> dict[str, Any]:
+        return dict(self.compiler_options)
+
+    def _compile_step(self, batch: Any) -> Any:
+        started = time.monotonic()
+        compiled = self.lower_step(batch).compile(self._options())
+        self.on_compile("step", time.monotonic() - started)
+        needed, limit = compiled_bytes(compiled), device_bytes(list(self.mesh.devices.flat))
+        if needed is not None and limit is not None and needed > limit:
+            raise self.does_not_fit(batch, needed, limit)
+        return compiled
+
+    def does_not_fit(self, batch: Any, needed: int, limit: int) -> Exception:
+        """The error for a step that takes more memory than there is, with settings that would fit."""
+        abstract = _abstract(batch)
+
+        def measure(program: Program) -> Callable[[], int | None]:
+            return lambda: program.step_bytes(program.like_batch(abstract, self.accumulation))
+
+        return refuse_oversized(needed, limit, [(t, measure(p)) for t, p in self.alternatives()])
+
+    def like_batch(self, batch: Any, accumulation: int) -> Any:
+        """An abstract batch of [accumulation, ...] as this program takes it."""
+
+        def one(leaf: Any) -> jax.ShapeDtypeStruct:
+            rows = leaf.shape[0] * leaf.shape[1]
+            shape = (self.accumulation, rows // self.accumulation, *leaf.shape[2:])
+            return jax.ShapeDtypeStruct(
+                shape, leaf.dtype, sharding=NamedSharding(self.mesh, P(None, BATCH_AXES))
+            )
+
+        return jax.tree.map(one, batch)
+
+    def evaluation(self, batch: Any) -> Callable[[nnx.State, nnx.State, Any], dict[str, jax.Array]]:
+        """The compiled evaluation of placed batches shaped like this one."""
+        key = _signature(batch)
+        if key not in self._evals:
+            started = time.monotonic()
+            function = jax.jit(
+                lambda params, model_state, batch: eval_step(self.parts, params, model_state, batch),
+                out_shardings=self.replicated,
+            )
+            state = self.abstract_state
+            lowered = function.lower(state.params, state.model_state, _abstract(batch))
+            self._evals[key] = lowered.compile(self._options())
+            self.on_compile("evaluation", time.monotonic() - started)
+        return self._evals[key]
+
+
+def _declared_axes(model: nnx.Module) -> dict[str, Any]:
+    """Logical names that parameters carry themselves, as Flax's partitioning metadata."""
+    declared = {}
+    for path, variable in nnx.state(model, nnx.Param).flat_state():
+        metadata = variable.get_metadata()
+        for key in ("sharding_names", "out_sharding", "sharding"):
+            names = metadata.get(key)
+            if isinstance(names, tuple) and all(n is None or isinstance(n, str) for n in names):
+                declared["/".join(map(str, path))] = names
+    return declared
+
+
+def _trainable_filter(patterns: tuple[str, ...]) -> Any:
+    if not patterns:
+        return nnx.Param
+
+    def matches(path: tuple[Any, ...], value: Any) -> bool:
+        name = "/".join(map(str, path))
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return nnx.All(nnx.Param, matches)
+
+
+def _variable_at(state: nnx.State, path: tuple[Any, ...]) -> Any:
+    node: Any = state
+    for entry in path:
+        if isinstance(node, nnx.Variable):
+            return node
+        node = node[getattr(entry, "key", getattr(entry, "idx", entry))]
+    return node
+
+
+def _abstract(batch: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch)
+
+
+def _signature(batch: Any) -> Any:
+    leaves = named_leaves(batch)
+    return tuple((n, x.shape, str(x.dtype), str(x.sharding.spec)) for n, x in leaves.items())
+
+
+def _leading_rows(batch: Any) -> int:
+    leaves = named_leaves(batch)
+    if not leaves:
+        raise InputError("the batch holds no arrays")
+    rows = {name: (np.shape(leaf) or (0,))[0] for name, leaf in leaves.items()}
+    if len(set(rows.values())) != 1 or 0 in rows.values():
+        shown = ", ".join(f"{name or 'batch'}: {np.shape(leaf)}" for name, leaf in leaves.items())
+        raise InputError(f"the arrays of a batch have the examples as their first dimension, all alike; got {shown}")
+    return next(iter(rows.values()))
+
+
+def _refuse_nan(name: str, value: np.ndarray, step: int | None) -> None:
+    if value.dtype.kind not in "fcV" or value.dtype.names is not None:
+        return
+    bad = np.isnan(value)
+    if bad.any():
+        where = "the batch" if step is None else f"the batch of step {step}"
+        rows = np.unique(np.argwhere(bad.reshape(-1, *value.shape[2:]) if value.ndim > 1 else bad)[:, 0])[:5]
+        raise InputError(
+            f"data: {where} holds NaN in {name or 'its array'}, rows {', '.join(map(str, rows))} of this "
+            "process; clean the data set (nothing was changed by this batch)"
+        )

@@ -1,0 +1,200 @@
+"""What a run tells: metrics, events, progress; fetched from the device late, so that it never waits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dsjax.config.schema import ObserveConfig
+from dsjax.errors import Diverged
+from dsjax.observe import EventLog, MetricsLog, Progress, open_sinks
+from dsjax.train.memory import peak_bytes
+
+# Steps whose metrics may still be on the device: the host prepares the next steps meanwhile.
+LAG = 2
+OnStep = Callable[[int, Mapping[str, Any]], None]
+
+
+@dataclass
+class _Pending:
+    step: int
+    metrics: Mapping[str, jax.Array]
+    input_wait: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is needed to turn seconds into rates.
+
+    Attributes:
+      devices: number of devices over which tokens are counted.
+      flops_per_step: floating-point operations of a step of the model, forward and backward, over all
+        devices; None where unknown.
+      peak_flops: of one device; None where unknown.
+    """
+
+    devices: int
+    flops_per_step: float | None = None
+    peak_flops: float | None = None
+
+
+class Recorder:
+    """Writes a run's metrics and events and shows its progress. Process 0 writes; the others only fetch."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        observe: ObserveConfig,
+        rates: Rates,
+        devices: Sequence[jax.Device],
+        *,
+        steps: int,
+        first_step: int,
+        give_up_after: int,
+        last_good: Callable[[], str],
+        on_step: OnStep | None = None,
+    ):
+        primary = jax.process_index() == 0
+        self.metrics = MetricsLog(run_dir, enabled=primary)
+        self.events = EventLog(run_dir, enabled=primary)
+        self.progress = Progress(steps, first_step, mode=observe.progress, enabled=primary)
+        self._sinks = open_sinks(observe, run_dir, enabled=primary)
+        self._every = observe.log_every
+        self._rates, self._devices, self._steps = rates, devices, steps
+        self._give_up_after, self._last_good, self._on_step = give_up_after, last_good, on_step
+        self._pending: deque[_Pending] = deque()
+        self._last_time = time.monotonic()
+        self._seconds: list[float] = []
+        self._tokens: list[float] = []
+        self._waits: list[float] = []
+        self.stop_voted = False
+        self.step = first_step
+        self.last_record: dict[str, Any] = {}
+
+    def __enter__(self) -> Recorder:
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.progress.__exit__(*error)
+        for sink in self._sinks:
+            sink.close()
+
+    def start_clock(self) -> None:
+        """Starts timing anew: what went before (compiling, saving, evaluating) is not a step's time."""
+        self._last_time = time.monotonic()
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Adds a line to the event log."""
+        self.events.event(kind, step, **fields)
+
+    def step_done(self, step: int, metrics: Mapping[str, jax.Array], input_wait: float) -> None:
+        """Takes a dispatched step's metrics; fetches those of the step `LAG` before.
+
+        Raises:
+          Diverged: too many steps in a row were skipped.
+        """
+        self.step = step
+        for value in metrics.values():
+            value.copy_to_host_async()
+        self._pending.append(_Pending(step, metrics, input_wait))
+        while len(self._pending) > LAG:
+            self._record(self._pending.popleft())
+
+    def drain(self) -> None:
+        """Fetches every step's metrics; waits for the device."""
+        while self._pending:
+            self._record(self._pending.popleft())
+
+    def _record(self, pending: _Pending) -> None:
+        values = {name: np.asarray(jax.device_get(v)) for name, v in pending.metrics.items()}
+        now = time.monotonic()
+        self._seconds.append(now - self._last_time)
+        self._last_time = now
+        self._tokens.append(float(values["tokens"]))
+        self._waits.append(pending.input_wait)
+        self.stop_voted |= bool(values["stop"])
+        if not values["applied"]:
+            self._skipped(pending.step, values)
+        first = not self.last_record
+        if pending.step % self._every == 0 or pending.step == self._steps or first:
+            self._log(pending.step, values)
+        elif self._on_step is not None:
+            self._on_step(pending.step, _plain(values))
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        seconds = float(np.mean(self._seconds))
+        rate = float(np.sum(self._tokens) / max(np.sum(self._seconds), 1e-9))
+        rates = self._rates
+        mfu = None
+        if rates.flops_per_step and rates.peak_flops:
+            mfu = rates.flops_per_step / seconds / (rates.peak_flops * rates.devices)
+        record = {
+            "step": step,
+            **_plain(values),
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": rate / rates.devices,
+            "input_wait_seconds": float(np.mean(self._waits)),
+            "mfu": mfu,
+            "peak_memory_bytes": peak_bytes(self._devices),
+            "time": time.time(),
+        }
+        self._seconds, self._tokens, self._waits = [], [], []
+        self._write(record)
+        self.progress.update(step, record)
+        self.last_record = record
+        if self._on_step is not None:
+            self._on_step(step, record)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self.metrics.write(record)
+        for sink in self._sinks:
+            sink.log(record)
+
+    def _skipped(self, step: int, values: Mapping[str, Any]) -> None:
+        reason = "no example of the batch has weight"
+        if float(values["tokens"]) > 0:
+            reason = "the loss is not finite" if not math.isfinite(values["loss"]) else "the gradient is not finite"
+        self.event("skipped", step, reason=reason, in_a_row=int(values["skipped"]))
+        self.progress.message(f"step {step} skipped: {reason}; parameters unchanged")
+        if int(values["skipped"]) >= self._give_up_after:
+            raise Diverged(
+                f"training gave up at step {step}: {int(values['skipped'])} steps in a row were skipped ({reason}); "
+                f"{self._last_good()}. Lower optimizer.learning_rate, look at the data, or raise "
+                "stability.give_up_after"
+            )
+
+    def evaluated(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Writes an evaluation's line and event."""
+        self._write({"step": step, "eval": results, "time": time.time()})
+        self.event("evaluated", step, **{name: r.get("loss") for name, r in results.items()})
+        for name, result in results.items():
+            shown = "  ".join(f"{key} {value:.4f}" for key, value in result.items() if key != "tokens")
+            self.progress.message(f"step {step}  eval {name}: {shown}  tokens {result['tokens']:.0f}")
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The step's device values as the numbers of a metrics line."""
+    record: dict[str, Any] = {
+        "loss": float(values["loss"]),
+        "tokens": float(values["tokens"]),
+        "tokens_seen": float(np.sum(values["tokens_seen"], dtype=np.float64)),
+        "grad_norm": float(values["grad_norm"]),
+        "learning_rate": float(values["learning_rate"]) if "learning_rate" in values else None,
+        "loss_scale": 1.0,
+    }
+    if float(values["tokens"]) <= 0:
+        record["loss"] = None
+    for name, value in values.items():
+        if name.startswith("extra/"):
+            record[name.removeprefix("extra/")] = float(value)
+    return record

@@ -1,0 +1,100 @@
+"""The directory of a run: who may use it, with which config, and whether there is room."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+import jax
+
+from dsjax.config import Config, changed, dump, load
+from dsjax.errors import ConfigError, InputError
+from dsjax.observe import EventLog, environment
+
+
+class RunDirectory:
+    """A run's directory.
+
+    Args:
+      path: where it is.
+      config: the resolved config of this call.
+      allow_config_change: go on although settings differ from those the run was started with.
+    """
+
+    def __init__(self, path: str | Path, config: Config, allow_config_change: bool = False):
+        self.path = Path(path)
+        self._config = config
+        self._allow = allow_config_change
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the directory, made if need be, against a second run on it.
+
+        Raises:
+          InputError: it cannot be made or written, or another run holds it.
+        """
+        if jax.process_index() != 0:
+            yield
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(self.path / ".lock")
+            lock.acquire(blocking=False)
+        except filelock.Timeout:
+            raise InputError(
+                f"run.dir {self.path}: another run is using this directory; wait for it, or choose another run.name"
+            ) from None
+        except OSError as error:
+            raise InputError(
+                f"run.dir {self.path}: cannot be written ({error.strerror}); set run.dir to a directory of yours"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def check_resume(self) -> list[str]:
+        """The settings that differ from those the run was started with, where that is allowed.
+
+        Raises:
+          ConfigError: they differ and it is not.
+        """
+        stored = self.path / "config.yaml"
+        if not stored.exists():
+            return []
+        differences = changed(load([stored], environ={}), self._config)
+        if differences and not self._allow:
+            raise ConfigError(
+                [
+                    f"{self.path} was started with other settings; go on with those, choose another run.name, or "
+                    "pass --allow-config-change",
+                    *differences,
+                ]
+            )
+        return differences
+
+    def begin(self, events: EventLog, step: int, differences: list[str]) -> None:
+        """Writes config and environment; a change of config that was allowed becomes an event."""
+        if differences:
+            events.event("config_changed", step, changes=differences)
+        if jax.process_index() != 0:
+            return
+        (self.path / "config.yaml").write_text(dump(self._config))
+        (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+
+    def check_space(self, place: Path, checkpoint_bytes: int) -> None:
+        """Refuses to start where not even one checkpoint would fit.
+
+        Raises:
+          InputError: naming what is needed and what is free.
+        """
+        free = shutil.disk_usage(place).free
+        if free < checkpoint_bytes:
+            raise InputError(
+                f"checkpoint.disk.path {place}: one checkpoint takes {checkpoint_bytes / 1e9:.2f} GB and "
+                f"{free / 1e9:.2f} GB are free; free some space or set checkpoint.disk.path to another disk"
+            )

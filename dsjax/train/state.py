@@ -1,0 +1,55 @@
+"""The whole state of a run as one tree: what is not in it is lost at a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@flax.struct.dataclass
+class State:
+    """Everything that a training step reads and writes.
+
+    Attributes:
+      step: int32 [], steps taken (the next step's number is this plus one).
+      updates: int32 [], steps that changed the parameters: where the schedule stands.
+      skipped: int32 [], steps skipped in a row up to now.
+      data_step: int32 [], the next batch's number; differs from `step` only after a rollback.
+      tokens_seen: float32 [2], weight of all steps taken: a sum and what its rounding lost.
+      params: trainable parameters, master precision.
+      model_state: the model's other variables: frozen parameters, BatchNorm statistics, random
+        streams.
+      opt_state: the optimizer's state.
+    """
+
+    step: jax.Array
+    updates: jax.Array
+    skipped: jax.Array
+    data_step: jax.Array
+    tokens_seen: jax.Array
+    params: nnx.State
+    model_state: nnx.State
+    opt_state: Any
+
+
+def first_state(params: nnx.State, model_state: nnx.State, opt_state: Any) -> State:
+    """The state before the first step."""
+
+    def zero() -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    return State(
+        zero(), zero(), zero(), zero(), jnp.zeros((2,), jnp.float32), params, model_state, opt_state
+    )
+
+
+def add_exactly(total: jax.Array, value: jax.Array) -> jax.Array:
+    """Adds to a float32 [2] sum without losing small addends (Neumaier's compensated sum)."""
+    high = total[0] + value
+    larger = jnp.where(total[0] >= value, total[0], value)
+    smaller = jnp.where(total[0] >= value, value, total[0])
+    return jnp.stack([high, total[1] + ((larger - high) + smaller)])

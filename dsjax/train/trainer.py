@@ -1,0 +1,437 @@
+"""`dsjax.Trainer`: any Flax model, sharded over a mesh, one compiled step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from dsjax.backend.platform import setup
+from dsjax.backend.xla_options import choose
+from dsjax.checkpoint import DiskCheckpoints
+from dsjax.checkpoint.disk import state_bytes
+from dsjax.config import Config, from_dict
+from dsjax.data import as_step_loader
+from dsjax.errors import ConfigError, InputError
+from dsjax.mesh import make_mesh
+from dsjax.observe import peak_flops, write_report
+from dsjax.precision import compute_dtype
+from dsjax.train import loop
+from dsjax.train.optimizers import Schedule
+from dsjax.train.program import Init, Program, Recipe
+from dsjax.train.recorder import Rates, Recorder
+from dsjax.train.rundir import RunDirectory
+from dsjax.train.signals import stop_on_signals
+from dsjax.train.state import State
+from dsjax.train.tracing import trace_window
+
+Optimizer = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+
+
+class Trainer:
+    """Trains a Flax model with a loss and an optimizer over a mesh.
+
+    Args:
+      init: ``init(rngs) -> flax.nnx.Module`` (a Linen module through `flax.nnx.bridge`).
+      loss: ``loss(model, batch) -> (sum of losses, weight)``, with as an optional third
+        ``{name: (sum, weight)}`` for further metrics. Sums, not means: they are added over
+        microbatches, devices and hosts and divided once.
+      optimizer: an optax transformation, used as it is, or ``optimizer(learning_rate)`` that makes one.
+      learning_rate: a number, or a schedule from the number of updates made to one; logged.
+      mesh: axis -> size, e.g. ``{"data": 2, "fsdp": 4}``; one may be -1; default: all devices on `fsdp`.
+      devices: the devices to use; default: all.
+      gradient_accumulation_steps: microbatches a step, summed in fp32.
+      remat: "none"; "full" or "dots" recompute the forward pass of a microbatch in the backward pass.
+      fsdp_gather: "layer" or "step": when parameters sharded by fsdp are gathered.
+      max_grad_norm: clip gradients to this global norm; None: do not.
+      param_axes: path pattern -> logical names of the parameter's dimensions, for sharding beyond
+        `fsdp` along the largest dimension. A model's Flax partitioning metadata counts too.
+      trainable: path patterns of the parameters to train; empty: all.
+      run, runtime, eval, precision, stability, checkpoint, observe: the config's sections of these names,
+        as mappings.
+      compiler_options: XLA options of the step, over those of the platform's preset.
+
+    Raises:
+      ConfigError: settings that are wrong or do not fit the devices or the model.
+    """
+
+    def __init__(
+        self,
+        init: Init,
+        loss: Callable[[nnx.Module, Any], Any],
+        optimizer: Optimizer,
+        *,
+        learning_rate: float | Schedule | None = None,
+        mesh: Mapping[str, int] | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        gradient_accumulation_steps: int = 1,
+        remat: str = "none",
+        fsdp_gather: str = "layer",
+        max_grad_norm: float | None = None,
+        param_axes: Mapping[str, Sequence[str | None]] | None = None,
+        trainable: Sequence[str] = (),
+        run: Mapping[str, Any] | None = None,
+        runtime: Mapping[str, Any] | None = None,
+        eval: Mapping[str, Any] | None = None,
+        precision: Mapping[str, Any] | None = None,
+        stability: Mapping[str, Any] | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
+        observe: Mapping[str, Any] | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ):
+        if remat.startswith("every_"):
+            raise ConfigError(
+                f"remat: {remat} needs a model of stacked layers that applies it itself; takes none, full or dots"
+            )
+        given = {
+            "run": run, "runtime": runtime, "mesh": mesh, "eval": eval, "precision": precision,
+            "stability": stability, "checkpoint": checkpoint, "observe": observe,
+        }  # fmt: skip
+        values = {name: dict(section) for name, section in given.items() if section is not None}
+        values["train"] = {
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "global_batch_size": gradient_accumulation_steps,
+            "remat": remat,
+            "fsdp_gather": fsdp_gather,
+        }
+        values["optimizer"] = {"max_grad_norm": max_grad_norm, "trainable": list(trainable)}
+        config = from_dict({**values, "model": {"kind": "python"}})
+        setup(config.runtime)
+        made = _as_optimizer(optimizer, learning_rate)
+        recipe = Recipe(init, loss, lambda names_of: made, _as_schedule(learning_rate), dict(param_axes or {}))
+        self._start(recipe, config, devices, compiler_options)
+
+    @classmethod
+    def from_recipe(
+        cls,
+        recipe: Recipe,
+        config: Config,
+        *,
+        alternatives: Callable[[Trainer], list[tuple[str, Program]]] | None = None,
+        flops_per_step: float | None = None,
+        allow_config_change: bool = False,
+    ) -> Trainer:
+        """A trainer of a recipe and a whole config, as the command line makes it.
+
+        Args:
+          alternatives: programs of other settings, named as they would be typed, for the error of a
+            step that does not fit.
+          flops_per_step: model FLOPs, forward and backward, of a step; for MFU.
+          allow_config_change: resume although settings changed.
+        """
+        trainer = cls.__new__(cls)
+        trainer._start(recipe, config, None, None, allow_config_change)
+        trainer._flops_per_step = flops_per_step
+        if alternatives is not None:
+            trainer.program.alternatives = lambda: alternatives(trainer)
+        return trainer
+
+    def _start(
+        self,
+        recipe: Recipe,
+        config: Config,
+        devices: Sequence[jax.Device] | None,
+        compiler_options: Mapping[str, Any] | None,
+        allow_config_change: bool = False,
+    ) -> None:
+        self.config = config
+        self.compiles: list[tuple[str, float]] = []
+        self._flops_per_step: float | None = None
+        self._recorder: Recorder | None = None
+        mesh = make_mesh(config.mesh, devices)
+        self.platform = mesh.devices.flat[0].platform
+        chosen = choose(self.platform) if config.runtime.xla_preset == "auto" else None
+        self.notes = list(chosen.notes) if chosen else []
+        self.program = Program(
+            recipe,
+            mesh,
+            accumulation=config.train.gradient_accumulation_steps,
+            fsdp_gather=config.train.fsdp_gather,
+            compute_dtype=compute_dtype(config.precision.policy, self.platform),
+            trainable=tuple(config.optimizer.trainable),
+            max_grad_norm=config.optimizer.max_grad_norm,
+            remat=config.train.remat if recipe.remat_by_step else "none",
+            compiler_options={**(chosen.options if chosen else {}), **(compiler_options or {})},
+            on_compile=self._compiled,
+        )
+        self.directory = RunDirectory(config.run.directory, config, allow_config_change)
+        disk = config.checkpoint.disk
+        self.checkpoints = DiskCheckpoints(disk.path or self.directory.path / "checkpoints", keep=disk.keep)
+        self._loader_state: Callable[[int], Any] = lambda step: None
+
+    def _compiled(self, what: str, seconds: float) -> None:
+        self.compiles.append((what, seconds))
+        if self._recorder is not None:
+            self._recorder.event("compiled", self._recorder.step, what=what, seconds=round(seconds, 3))
+
+    # ---- one step at a time --------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh, with all axes."""
+        return self.program.mesh
+
+    def init(self, seed: int | None = None) -> State:
+        """The state before the first step, made in its places on the mesh."""
+        return self.program.init(self.config.run.seed if seed is None else seed)
+
+    def step(self, state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+        """One compiled training step; `state` is donated (use the one returned).
+
+        Args:
+          state: from `init`, `restore` or an earlier step.
+          batch: a tree of host arrays with this process's rows first (see `rows`).
+
+        Returns:
+          The next state and the metrics loss, tokens (weight), grad_norm (before clipping),
+          learning_rate and the loss's own extras (as ``extra/NAME``), still on the device.
+
+        Raises:
+          InputError: rows that do not divide over mesh and microbatches, or NaN in the batch.
+          OutOfDeviceMemory: the step does not fit.
+        """
+        placed = self.program.place(batch)
+        return self.program.step(placed)(state, placed, self.program.votes(False))
+
+    def rows(self, global_batch_size: int) -> Any:
+        """Which rows of a global batch this process gives to `step`, as positions in it, in order."""
+        return self.program.rows(global_batch_size)
+
+    def model(self, state: State) -> nnx.Module:
+        """The Flax model with the state's parameters."""
+        return self.program.model(state)
+
+    def evaluate(self, state: State, loader: Any, steps: int | None = None) -> dict[str, float]:
+        """Weighted loss, perplexity and extras over all of a finite loader's batches.
+
+        Raises:
+          InputError: the set has no weight.
+        """
+        batches = loader() if callable(loader) else loader
+        limit = self.config.eval.steps if steps is None else steps
+        return loop.evaluate(self.program, state, batches, limit)
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def save(self, state: State) -> int:
+        """Saves the state under its step, and waits until it is on disk. Returns the step."""
+        step = int(state.step)
+        self._save(step, state)
+        self.checkpoints.wait()
+        return step
+
+    def _save(self, step: int, state: State) -> None:
+        meta = {
+            "step": step,
+            "time": time.time(),
+            "mesh": dict(self.mesh.shape),
+            "processes": jax.process_count(),
+            "loader": self._loader_state(step),
+        }
+        self.checkpoints.save(step, state, meta)
+
+    def restore(self, step: int | None = None) -> State:
+        """The state saved at a step (None: the newest), placed on this trainer's mesh.
+
+        Raises:
+          InputError: there is none, it cannot be read, or it is of another model.
+        """
+        return self._restore(step)[0]
+
+    def _restore(self, step: int | None) -> tuple[State, dict[str, Any]]:
+        if step is None:
+            step = self.checkpoints.latest_step()
+            if step is None:
+                raise InputError(f"no checkpoint in {self.checkpoints.directory}; train first, or set run.dir")
+        return self.checkpoints.restore(step, self.program.abstract_state)
+
+    # ---- the loop ------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        loader: Any,
+        steps: int,
+        *,
+        state: State | None = None,
+        stop_after: int | None = None,
+        eval_loader: Any = None,
+        on_step: Callable[[int, Mapping[str, Any]], None] | None = None,
+        on_eval: Callable[[int, Mapping[str, Any]], None] | None = None,
+        on_checkpoint: Callable[[int], None] | None = None,
+    ) -> State:
+        """Trains up to step `steps`, resuming from the run directory's newest checkpoint.
+
+        Args:
+          loader: batches of this process's rows. A `grain.MapDataset` (or other Grain data set) of
+            batches resumes exactly; a bare iterator trains but cannot resume.
+          steps: the run's last step, counted from its first start.
+          state: start from this state instead of the newest checkpoint (or a fresh one).
+          stop_after: end this call after so many steps, saved, as a pre-emption would.
+          eval_loader: a finite loader, or ``{name: loader}``, evaluated every `eval.every` steps and at the
+            end.
+          on_step: called with (step, metrics record) once a step's metrics have arrived.
+          on_eval: called with (step, {set: {loss, tokens, perplexity}}).
+          on_checkpoint: called with the step of a checkpoint that has begun to be saved.
+
+        Raises:
+          Preempted: stopped by a signal or `stop_after`, after saving.
+          Diverged: too many steps in a row were not finite.
+          InputError, ConfigError, OutOfDeviceMemory: as their messages say.
+        """
+        data = as_step_loader(loader)
+        with self.directory.locked():
+            state, meta, differences = self._first_state(state)
+            step, resumed = int(state.step), int(state.step) > 0
+            if step >= steps:
+                say(f"{self.directory.path}: step {step} of {steps} is done already; raise train.steps to go on")
+                return state
+            self.checkpoints.prepare()
+            self.directory.check_space(self.checkpoints.directory, state_bytes(state))
+            first_batch = int(state.data_step)
+            data.restore(meta.get("loader"), first_batch)
+            self._loader_state = data.state
+            plan = self._plan(steps, stop_after, eval_loader, on_eval, on_checkpoint, data)
+            with self._recording(step, steps, on_step) as recorder, stop_on_signals() as stop:
+                self.directory.begin(recorder.events, step, differences)
+                recorder.event("resumed" if resumed else "started", step, **self._facts())
+                for note in [*self.notes, *data.notes]:
+                    recorder.progress.message(note)
+                with closing_iterator(data.iterate(first_batch)) as batches:
+                    state = loop.run_loop(self.program, state, batches, plan, recorder, stop)
+                self.checkpoints.wait()
+                recorder.event("finished", int(state.step))
+        return state
+
+    def _facts(self) -> dict[str, Any]:
+        sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+        return {"mesh": sizes, "devices": self.mesh.size, "processes": jax.process_count()}
+
+    def _first_state(self, given: State | None) -> tuple[State, dict[str, Any], list[str]]:
+        """The state to start from, its checkpoint's metadata, and settings that changed since."""
+        latest, resume = self.checkpoints.latest_step(), self.config.run.resume
+        where = self.checkpoints.directory
+        if resume == "never" and latest is not None:
+            raise InputError(
+                f"run.resume is never but {where} holds a checkpoint of step {latest}; choose another run.name or "
+                "run.dir, or set run.resume to auto"
+            )
+        if resume == "must" and latest is None and given is None:
+            raise InputError(f"run.resume is must but {where} holds no checkpoint; set run.resume to auto")
+        if given is not None:
+            if latest is not None and latest > int(given.step):
+                raise InputError(
+                    f"{where} already holds step {latest} but fit was given a state of step {int(given.step)}; leave "
+                    "state out to resume, or choose another run.dir"
+                )
+            return given, {}, []
+        if latest is None:
+            return self._fresh_state(), {}, []
+        differences = self.directory.check_resume()
+        state, meta = self._restore(latest)
+        return state, meta, differences
+
+    def _fresh_state(self) -> State:
+        state = self.init()
+        source = self.config.run.init_from
+        if source is None:
+            return state
+        other = DiskCheckpoints(Path(source) / "checkpoints")
+        latest = other.latest_step()
+        if latest is None:
+            raise InputError(f"run.init_from {source}: holds no checkpoint")
+        like = {"params": self.program.abstract_state.params}
+        return state.replace(params=other.restore_part(latest, like)["params"])
+
+    def _plan(
+        self, steps: int, stop_after: int | None, eval_loader: Any, on_eval: Any, on_checkpoint: Any, data: Any
+    ) -> loop.Plan:
+        sets = eval_loader if isinstance(eval_loader, Mapping) else {"eval": eval_loader}
+        sets = {name: loader for name, loader in sets.items() if loader is not None}
+
+        def evaluate(state: State) -> loop.Results:
+            return {name: self.evaluate(state, loader) for name, loader in sets.items()}
+
+        return loop.Plan(
+            steps=steps,
+            stop_after=stop_after,
+            save_every=self.config.checkpoint.disk.every,
+            eval_every=self.config.eval.every or (steps if sets else 0),
+            evaluate=evaluate if sets else None,
+            save=self._save,
+            check_saves=self.checkpoints.check,
+            log_examples=data.log_examples,
+            on_eval=on_eval,
+            on_checkpoint=on_checkpoint,
+            trace=trace_window(self.config.observe.profile, self.directory.path),
+        )
+
+    @contextmanager
+    def _recording(self, step: int, steps: int, on_step: Any) -> Iterator[Recorder]:
+        """A recorder for one call of `fit`; the report is written however it ends."""
+        device = self.mesh.devices.flat[0]
+        peak = peak_flops(device.device_kind, jnp.dtype(self.program.compute_dtype).name)
+        recorder = Recorder(
+            self.directory.path,
+            self.config.observe,
+            Rates(self.mesh.size, self._flops_per_step, peak),
+            list(self.mesh.devices.flat),
+            steps=steps,
+            first_step=step,
+            give_up_after=self.config.stability.give_up_after,
+            last_good=self._last_good,
+            on_step=on_step,
+        )
+        self._recorder = recorder
+        try:
+            with recorder:
+                yield recorder
+        except BaseException:
+            # The save under way still counts; its own error would hide the one that ended the run.
+            with suppress(Exception):
+                self.checkpoints.wait()
+            raise
+        finally:
+            self._recorder = None
+            if jax.process_index() == 0:
+                write_report(self.directory.path)
+
+    def _last_good(self) -> str:
+        latest = self.checkpoints.latest_step()
+        place = self.checkpoints.directory
+        return f"the last good checkpoint is {place / str(latest)}" if latest is not None else "no checkpoint was saved"
+
+
+def say(text: str) -> None:
+    """A line to the user, from process 0 only."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+@contextmanager
+def closing_iterator(batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
+    """Ends the threads behind an iterator that has any, however the loop ends."""
+    try:
+        yield batches
+    finally:
+        getattr(batches, "close", lambda: None)()
+
+
+def _as_schedule(learning_rate: float | Schedule | None) -> Schedule | None:
+    if learning_rate is None or callable(learning_rate):
+        return learning_rate
+    return lambda update: learning_rate
+
+
+def _as_optimizer(optimizer: Optimizer, learning_rate: Any) -> optax.GradientTransformation:
+    if isinstance(optimizer, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
+        return optimizer
+    if learning_rate is None:
+        raise ConfigError("learning_rate: optimizer is a function of it, so give a number or a schedule")
+    return optimizer(learning_rate)

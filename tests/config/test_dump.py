@@ -1,0 +1,157 @@
+"""What `dump` writes, `load` reads back equal; what a resume may change."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsjax.config import FREE_ON_RESUME, Config, changed, dump, from_dict, load
+from dsjax.config.messages import section_of, walk
+
+# Any text that UTF-8 can hold, and what is easily mistaken for another type or for syntax.
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["", "off", "true", "null", "~", "1_000", "3e-4", "1e3", "0x1f", "0o7", "2020-01-01", "=", "<<", "- a", "a: b", "# a",
+     "*a", "&a", "!a", "%a", "@a", "\n", " a ", "a\n\nb\n", "\t", "\u2028", "\x85", ".inf", "12:30", "'", '"', "'\\\"", "---", "..."]
+)  # fmt: skip
+_SCALAR = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _TEXT
+_KEY = _TEXT.filter(lambda key: key != "<<")
+_VALUE = st.recursive(
+    _SCALAR,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEY, inner, max_size=3),
+    max_leaves=6,
+)
+_CONFIGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "run": st.fixed_dictionaries(
+            {"seed": st.integers(0, 2**32 - 1)}, optional={"dir": _TEXT.filter(bool), "init_from": st.none()}
+        ),
+        "model": st.dictionaries(_KEY.filter(lambda key: key not in ("kind", "config")), _VALUE, max_size=4),
+        "eval": st.fixed_dictionaries(
+            {"sets": st.dictionaries(_KEY, st.lists(_TEXT.filter(bool), max_size=2))}
+        ),
+        "optimizer": st.fixed_dictionaries(
+            {},
+            optional={
+                "learning_rate": st.floats(0, 1e300) | st.integers(0, 10**20),
+                "max_grad_norm": st.none() | st.floats(1e-300, 1e300),
+                "trainable": st.lists(_TEXT.filter(bool), max_size=2),
+            },
+        ),
+        "data": st.fixed_dictionaries(
+            {
+                "kind": st.just("jsonl"),
+                "mixture": st.just([{"paths": "a", "weight": 2}, {"paths": ["b", "c"]}]),
+            }
+        ),
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_CONFIGS)
+def test_dump_loads_back_equal(values):
+    config = from_dict(values)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "config.yaml"
+        path.write_text(dump(config), encoding="utf-8", newline="")
+        again = load([path], [], {})
+    assert again == config
+    assert repr(again) == repr(config)  # tells 1 from 1.0 and from True
+    assert changed(config, again) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(_TEXT)
+def test_any_text_is_a_config_or_a_config_error(text):
+    from dsjax.errors import ConfigError
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "any.yaml"
+        path.write_text(text, encoding="utf-8", newline="")
+        try:
+            load([path], [f"run.name={text}"], {})
+        except ConfigError as error:
+            assert error.faults and all("\n" not in fault for fault in error.faults)
+
+
+# A value other than the default for every key, so that no key's freedom is decided by accident.
+_OTHER = {
+    "run.name": "other", "run.dir": "elsewhere", "run.seed": 1, "run.resume": "must", "run.init_from": "x",
+    "runtime.platform": "cpu", "runtime.cpu_devices": 2, "runtime.distributed": "none",
+    "runtime.distributed_timeout": 1, "runtime.compilation_cache": None, "runtime.xla_preset": "none",
+    "model.kind": "a:b", "model.config": "c.json",
+    "mesh.data": 2, "mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2,
+    "train.steps": 2000, "train.stop_after": 1, "train.global_batch_size": 4, "train.sequence_length": 2,
+    "train.gradient_accumulation_steps": 2, "train.remat": "full", "train.fsdp_gather": "step",
+    "data.kind": "text", "data.field": "x", "data.tokenizer": "x", "data.bpe_vocab_size": 5,
+    "data.packing": "none", "data.shuffle": False, "data.holdout": 0.5, "data.cache_dir": "x", "data.workers": 1,
+    "data.log_examples": True, "data.paths": ["moved"], "data.mixture": [{"paths": "a"}],
+    "eval.every": 1, "eval.steps": 1, "eval.sets": {"a": "b"},
+    "optimizer.kind": "sgd", "optimizer.learning_rate": 1.0, "optimizer.beta1": 0.1, "optimizer.beta2": 0.1,
+    "optimizer.eps": 1.0, "optimizer.weight_decay": 0.0, "optimizer.max_grad_norm": None,
+    "optimizer.trainable": ["x"], "optimizer.schedule.kind": "wsd", "optimizer.schedule.warmup_steps": 1,
+    "optimizer.schedule.decay_steps": 1, "optimizer.schedule.min_lr_ratio": 0.0,
+    "precision.policy": "bf16", "stability.give_up_after": 1,
+    "checkpoint.disk.every": 1, "checkpoint.disk.keep": 1, "checkpoint.disk.path": "x",
+    "observe.log_every": 1, "observe.progress": "none", "observe.tensorboard": True, "observe.wandb.project": "x",
+    "observe.wandb.entity": "x", "observe.wandb.mode": "offline", "observe.prometheus_port": 1,
+    "observe.profile.start": 1, "observe.profile.steps": 1,
+}  # fmt: skip
+_ONE_VALUE_ONLY = {
+    "mesh.pipeline",
+    "mesh.expert",
+    "optimizer.state_dtype",
+    "precision.params",
+    "stability.on_nonfinite",
+}
+_FREE = {
+    "run.name", "run.dir", "run.resume", "runtime", "mesh", "train.steps", "train.stop_after", "data.paths",
+    "train.gradient_accumulation_steps", "train.remat", "train.fsdp_gather", "data.workers", "data.cache_dir",
+    "data.log_examples", "eval", "checkpoint", "observe",
+}  # fmt: skip
+
+
+def test_every_key_has_another_value_to_try():
+    keys = {key for key, field in walk() if section_of(field.annotation) is None}
+    assert keys == _OTHER.keys() | _ONE_VALUE_ONLY
+    assert _FREE | {"data.mixture.*.paths"} == set(FREE_ON_RESUME)
+
+
+@pytest.mark.parametrize("key", _OTHER)
+def test_what_a_resume_may_change(key):
+    base = {"data": {"kind": "jsonl", "paths": "a"}}
+    if key == "data.mixture":
+        base = {"data": {"kind": "jsonl", "mixture": [{"paths": "b"}]}}
+    other = Config.model_validate(base).model_dump()
+    *sections, leaf = key.split(".")
+    node = other
+    for section in sections:
+        node = node[section]
+    node[leaf] = _OTHER[key]
+    found = changed(from_dict(base), from_dict(other))
+    # data.mixture differs in paths alone here, which is where the data lies, not what it is
+    free = key == "data.mixture" or any(key == name or key.startswith(name + ".") for name in _FREE)
+    assert [fault.partition(":")[0] for fault in found] == ([] if free else [key])
+    if not free:
+        assert "--allow-config-change" in found[0]
+
+
+def test_changes_of_a_model_and_a_mixture_are_told_by_key():
+    data = {"kind": "jsonl", "mixture": [{"paths": "a", "weight": 1}]}
+    old = from_dict({"model": {"size": {"x": 1}, "bias": 1, "depth": 2}, "data": data})
+    data = {"kind": "jsonl", "mixture": [{"paths": "elsewhere/a", "weight": 2}]}
+    new = from_dict({"model": {"size": {"x": 2}, "bias": True, "width": 3}, "data": data})
+    assert [fault.split(";")[0] for fault in changed(old, new)] == [
+        "model.size.x: the run was started with 1, now it is 2",
+        "model.bias: the run was started with 1, now it is true",
+        "model.depth: the run was started with 2, now it is not set",
+        "model.width: the run was started with not set, now it is 3",
+        "data.mixture.0.weight: the run was started with 1.0, now it is 2.0",
+    ]
+    more = from_dict({"data": {"kind": "jsonl", "mixture": [*data["mixture"], {"paths": "b"}]}})
+    assert changed(new, more)[-1].startswith("data.mixture: the run was started with [{")
