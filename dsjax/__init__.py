@@ -1,1 +1,61 @@
-"""Train any Flax model sharded over a mesh of named axes."""
+"""dsjax: train any Flax model, sharded over a mesh of named axes.
+
+The names below are the public API; each is imported when it is first used, so that importing
+`dsjax` (and `dsjax --help`) stays quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsjax.config import load as load_config
+    from dsjax.errors import (
+        ConfigError,
+        Diverged,
+        DsjaxError,
+        InputError,
+        InternalError,
+        OutOfDeviceMemory,
+        Preempted,
+    )
+    from dsjax.mesh import constrain
+    from dsjax.train.trainer import Trainer
+
+_HOMES = {
+    "Trainer": ("dsjax.train.trainer", "Trainer"),
+    "constrain": ("dsjax.mesh", "constrain"),
+    "load_config": ("dsjax.config", "load"),
+    "DsjaxError": ("dsjax.errors", "DsjaxError"),
+    "ConfigError": ("dsjax.errors", "ConfigError"),
+    "InputError": ("dsjax.errors", "InputError"),
+    "Diverged": ("dsjax.errors", "Diverged"),
+    "InternalError": ("dsjax.errors", "InternalError"),
+    "OutOfDeviceMemory": ("dsjax.errors", "OutOfDeviceMemory"),
+    "Preempted": ("dsjax.errors", "Preempted"),
+}
+
+__all__ = [
+    "ConfigError",
+    "Diverged",
+    "DsjaxError",
+    "InputError",
+    "InternalError",
+    "OutOfDeviceMemory",
+    "Preempted",
+    "Trainer",
+    "constrain",
+    "load_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dsjax' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import ConfigError
-from dsjax.mesh.axes import BATCH_AXES, divisors
+from dsjax.mesh.axes import AXES, BATCH_AXES, divisors
 from dsjax.mesh.paths import map_named, named_leaves
 
 Names = Sequence[str | None]
@@ -59,7 +59,7 @@ class Layout:
 
     def active(self, name: str) -> tuple[str, ...]:
         """The mesh axes of more than one device over which an activation's axis is cut."""
-        return tuple(a for a in self.activation_rules[name] if self.mesh.shape[a] > 1)
+        return tuple(a for a in _axes_of(self.activation_rules, name) if self.mesh.shape[a] > 1)
 
     def spec(self, names: Names) -> P:
         """PartitionSpec of an activation whose dimensions have these logical names."""
@@ -72,9 +72,7 @@ class Layout:
     def _entry(
         self, rules: Mapping[str, tuple[str, ...]], name: str | None, without: str = ""
     ) -> tuple[str, ...] | str | None:
-        if name is None:
-            return None
-        axes = tuple(a for a in rules.get(name, ()) if self.mesh.shape[a] > 1 and a != without)
+        axes = tuple(a for a in _axes_of(rules, name) if self.mesh.shape[a] > 1 and a != without)
         return (axes[0] if len(axes) == 1 else axes) or None
 
     def names_of(self, path: str) -> Names | None:
@@ -131,7 +129,7 @@ class Layout:
                 )
                 continue
             for index, name in enumerate(names or ()):
-                axes = self.param_rules.get(name, ()) if name else ()
+                axes = _axes_of(self.param_rules, name, f"{path}: ")
                 parts = math.prod(self.mesh.shape[a] for a in axes)
                 if leaf.shape[index] % parts:
                     faults.append(
@@ -148,7 +146,7 @@ class Layout:
         for path, leaf in leaves.items():
             names = self.names_of(path) or ()
             for name, extent in zip(names, leaf.shape, strict=False):
-                for axis in self.param_rules.get(name, ()) if name else ():
+                for axis in _axes_of(self.param_rules, name):
                     common[axis] = math.gcd(common.get(axis, 0), extent)
         sizes = dict(self.mesh.shape)
         devices = math.prod(sizes.values())
@@ -161,6 +159,20 @@ class Layout:
             sizes = {axis: 1 for axis in sizes} | {"data": devices}
         chosen = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if axis != "pipeline")
         return f"a layout that divides: {chosen}"
+
+
+def _axes_of(rules: Mapping[str, tuple[str, ...]], name: str | None, where: str = "") -> tuple[str, ...]:
+    """The mesh axes of a logical name; a mesh axis's own name stands for itself."""
+    if name is None:
+        return ()
+    if name in rules:
+        return rules[name]
+    if name in AXES:
+        return (name,)
+    raise ConfigError(
+        f"{where}{name!r} names no axis; takes None, a logical name ({', '.join(rules)}) "
+        f"or a mesh axis ({', '.join(AXES)})"
+    )
 
 
 _current: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)

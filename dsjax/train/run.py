@@ -1,0 +1,163 @@
+"""The verbs train, eval and generate: a config in, an exit code out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from dsjax.config import Config, dump
+from dsjax.data import EvalData, open_eval, open_train
+from dsjax.errors import ConfigError, InputError
+from dsjax.train.assemble import Assembled, assemble
+from dsjax.train.generation import Sampling, tokens_after
+from dsjax.train.memory import GIB
+from dsjax.train.state import State
+from dsjax.train.summary import compressed_bits, eval_table, show, where_things_lie
+
+
+def train(config: Config, *, dry_run: bool = False, allow_config_change: bool = False) -> int:
+    """Trains, or goes on from the newest checkpoint, and tells how it ended.
+
+    Raises:
+      Preempted, Diverged, OutOfDeviceMemory, ConfigError, InputError: as `Trainer.fit`.
+    """
+    job = assemble(config, allow_config_change=allow_config_change)
+    if dry_run:
+        return _dry_run(job)
+    trainer = job.trainer
+    data = open_train(config, trainer.rows(config.train.global_batch_size))
+    sets = _open_eval(job) if config.eval.every else {}
+    last: dict[str, Any] = {}
+    state = trainer.fit(
+        data,
+        config.train.steps,
+        stop_after=config.train.stop_after,
+        eval_loader={name: one.batches for name, one in sets.items()},
+        on_eval=lambda step, results: last.update(results),
+    )
+    if last:
+        show(eval_table(last, sets, _compressed(config, sets)))
+        _samples(job, state)
+    where_things_lie(config, trainer.checkpoints.latest_step())
+    return 0
+
+
+def evaluate(config: Config) -> int:
+    """Evaluates the newest checkpoint on each evaluation set and prints a table.
+
+    Raises:
+      InputError: there is no checkpoint, or a set cannot be read.
+    """
+    job = assemble(config)
+    sets = _open_eval(job)
+    if not sets:
+        raise ConfigError("eval: nothing to evaluate; name eval.sets or hold documents out (data.holdout)")
+    state = job.trainer.restore()
+    results = {name: job.trainer.evaluate(state, one.batches) for name, one in sets.items()}
+    show(eval_table(results, sets, _compressed(config, sets), step=int(state.step)))
+    return 0
+
+
+def generate(
+    config: Config,
+    *,
+    prompt: str,
+    max_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> int:
+    """Prints the prompt and what the newest checkpoint makes of it, as it is drawn.
+
+    Raises:
+      InputError: there is no checkpoint, or the prompt is empty for a tokenizer without a first token.
+    """
+    job = assemble(config)
+    state = job.trainer.restore()
+    _complete(job, state, prompt, max_tokens, Sampling(temperature, top_k, top_p), seed)
+    return 0
+
+
+def _open_eval(job: Assembled) -> Mapping[str, EvalData]:
+    config = job.config
+    return open_eval(config, job.trainer.rows(config.train.global_batch_size))
+
+
+def _compressed(config: Config, sets: Mapping[str, EvalData]) -> dict[str, dict[str, float]]:
+    """Set -> compressor -> bits per byte, for the compressors that the config names."""
+    names = config.eval.compressors
+    if not names or jax.process_index() != 0:
+        return {}
+    return {name: compressed_bits(one.texts(), names) for name, one in sets.items()}
+
+
+def _samples(job: Assembled, state: State) -> None:
+    """Completes the config's prompts; the likeliest tokens are kept to, so that little models make sense."""
+    for number, prompt in enumerate(job.config.eval.samples):
+        show(f"\nsample {number + 1}:")
+        _complete(job, state, prompt, job.config.eval.sample_tokens, Sampling(0.7, 0, 0.9), number)
+
+
+def _complete(job: Assembled, state: State, prompt: str, count: int, sampling: Sampling, seed: int) -> None:
+    tokenizer = job.tokenizer
+    ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
+    if not ids:
+        raise InputError("--prompt is empty and the tokenizer has no first token; give some text")
+    drawn: list[int] = []
+    shown = ""
+    primary = jax.process_index() == 0
+    if primary:
+        sys.stdout.write(prompt)
+    program = job.trainer.program
+    for token in tokens_after(
+        program, state, ids, max_tokens=count, sampling=sampling, seed=seed, end=tokenizer.eos_id
+    ):
+        drawn.append(token)
+        text = tokenizer.decode(drawn)
+        # A character may still lack bytes: it is shown once the next tokens complete it.
+        if primary and not text.endswith("\ufffd") and text.startswith(shown):
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    if primary:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def _dry_run(job: Assembled) -> int:
+    """Prints every setting and what this machine would do; compiles and writes nothing."""
+    config, trainer = job.config, job.trainer
+    trainer.directory.check_resume()
+    state = trainer.program.abstract_state
+    params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    held = sum(_bytes_here(leaf) for leaf in jax.tree.leaves(state))
+    train, latest = config.train, trainer.checkpoints.latest_step()
+    start = "start" if latest is None else f"resume at step {latest}"
+    axes = " x ".join(f"{a} {s}" for a, s in trainer.mesh.shape.items() if s > 1) or "one device"
+    device = trainer.mesh.devices.flat[0]
+    show(dump(config))
+    for line in [
+        f"would {start} in {config.run.directory} and train to step {train.steps}",
+        f"devices: {trainer.mesh.size} x {device.device_kind} ({device.platform}); mesh: {axes}; "
+        f"processes: {jax.process_count()}",
+        f"model: {config.model.kind}, {params:,} trainable parameters; state {held / GIB:.3f} GiB a device",
+        f"a step: {train.global_batch_size} sequences x {train.sequence_length} tokens in "
+        f"{train.gradient_accumulation_steps} microbatch(es); the run: "
+        f"{train.steps * train.global_batch_size * train.sequence_length:,} tokens",
+        *trainer.notes,
+    ]:
+        show(f"# {line}")
+    return 0
+
+
+def _bytes_here(leaf: Any) -> int:
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    size = 1
+    for extent in shape:
+        size *= extent
+    itemsize = getattr(leaf.dtype, "itemsize", 4)
+    return size * itemsize

@@ -1,0 +1,152 @@
+"""Tiny Llamas on any layout, and what training them gives: the means by which layouts are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dsjax.config import from_dict
+from dsjax.mesh import make_mesh, named_leaves
+from dsjax.models import build
+from dsjax.train.losses import language_model_loss
+from dsjax.train.optimizers import make_optimizer, make_schedule
+from dsjax.train.program import Program, Recipe
+
+AXES = ("data", "fsdp", "context", "tensor")
+STEPS, BATCH, LENGTH, VOCAB = 5, 32, 32, 67
+PLAIN: Mapping[str, Any] = {
+    "data": 1, "fsdp": 1, "context": 1, "tensor": 1, "gradient_accumulation_steps": 1, "remat": "none",
+    "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
+}  # fmt: skip
+"""One device, fp32, no tricks."""
+
+
+@dataclass
+class Trained:
+    """What some steps of training gave: metrics a step, and by name gradients of each step and last parameters."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, np.ndarray]]
+    params: dict[str, np.ndarray]
+
+
+def model_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A Llama of three layers whose vocabulary does not divide by anything."""
+    return {
+        "kind": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64, "vocab_size": VOCAB,
+        "tie_word_embeddings": settings["tied"], "dropout": settings["dropout"],
+    }  # fmt: skip
+
+
+def config_of(settings: Mapping[str, Any]) -> Any:
+    """The config of a run with these settings."""
+    return from_dict(
+        {
+            "model": model_fields(settings),
+            "train": {
+                "steps": STEPS, "global_batch_size": BATCH, "sequence_length": LENGTH, "remat": settings["remat"],
+                "gradient_accumulation_steps": settings["gradient_accumulation_steps"],
+                "fsdp_gather": settings["fsdp_gather"],
+            },
+            "optimizer": {
+                "kind": settings["optimizer"], "learning_rate": 1e-2, "eps": 1e-4, "max_grad_norm": 1.0,
+                "schedule": {"warmup_steps": 2},
+            },
+            "mesh": {axis: settings[axis] for axis in AXES},
+        }
+    )  # fmt: skip
+
+
+def keep_gradients() -> optax.GradientTransformation:
+    """An optax transformation whose state is the gradient that it was last given."""
+    return optax.GradientTransformation(
+        lambda params: optax.TraceState(jax.tree.map(jnp.zeros_like, params)),
+        lambda updates, state, params=None: (updates, optax.TraceState(updates)),
+    )
+
+
+def program_of(settings: Mapping[str, Any]) -> Program:
+    """The compiled side of a run with these settings, on as many devices as they name."""
+    config = config_of(settings)
+    train = config.train
+    devices = jax.devices()[: int(np.prod([settings[axis] for axis in AXES]))]
+    spec = build(
+        config.model, platform="cpu", vocab_size_hint=VOCAB, remat=train.remat, max_length=LENGTH
+    )
+    schedule = make_schedule(config.optimizer.schedule, config.optimizer.learning_rate, train.steps)
+    recipe = Recipe(
+        init=spec.init,
+        loss=language_model_loss(chunk=48),
+        make_optimizer=lambda names: optax.chain(
+            keep_gradients(), make_optimizer(config.optimizer, schedule, names)
+        ),
+        schedule=schedule,
+        param_axes=spec.param_axes,
+        remat_by_step=False,
+    )
+    return Program(
+        recipe,
+        make_mesh(config.mesh, devices),
+        accumulation=train.gradient_accumulation_steps,
+        fsdp_gather=train.fsdp_gather,
+        max_grad_norm=config.optimizer.max_grad_norm,
+    )
+
+
+def batch_of(rows: str, step: int) -> dict[str, np.ndarray]:
+    """A batch: `full` rows, `ragged` ones (padding, rows without any weight) or `packed` documents."""
+    rng = np.random.default_rng(1000 + step)
+    tokens = rng.integers(0, VOCAB, (BATCH, LENGTH + 1), dtype=np.int32)
+    segments = np.ones((BATCH, LENGTH), np.int32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (BATCH, LENGTH)).copy()
+    weights = np.ones((BATCH, LENGTH), np.float32)
+    if rows == "ragged":
+        lengths = rng.integers(0, LENGTH + 1, BATCH)
+        lengths[:3] = 0
+        inside = np.arange(LENGTH) < lengths[:, None]
+        segments, weights = segments * inside, weights * inside
+    if rows == "packed":
+        starts = rng.random((BATCH, LENGTH)) < 0.15
+        starts[:, 0] = True
+        segments = np.cumsum(starts, axis=1).astype(np.int32)
+        first = np.maximum.accumulate(np.where(starts, np.arange(LENGTH), 0), axis=1)
+        positions = (np.arange(LENGTH) - first).astype(np.int32)
+        weights = np.concatenate([1.0 - starts[:, 1:], np.ones((BATCH, 1))], axis=1).astype(np.float32)
+    return {
+        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": segments.astype(np.int32),
+        "positions": positions, "weights": weights,
+    }  # fmt: skip
+
+
+def _named(tree: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(jax.device_get(tree)).items()}
+
+
+def train(settings: Mapping[str, Any]) -> Trained:
+    """Trains STEPS steps with these settings."""
+    program = program_of(settings)
+    state = program.init(seed=3)
+    result = Trained([], [], [], {})
+    for step in range(STEPS):
+        batch = program.place(batch_of(settings["rows"], step))
+        state, metrics = program.step(batch)(state, batch, program.votes(False))
+        result.losses.append(float(metrics["loss"]))
+        result.norms.append(float(metrics["grad_norm"]))
+        result.gradients.append(_named(state.opt_state[0].trace))
+    result.params = _named(state.params)
+    return result
+
+
+@cache
+def on_one_device(rows: str, dropout: float, tied: bool, optimizer: str) -> Trained:
+    """The oracle for settings that change what is computed, not how it is laid out."""
+    return train({**PLAIN, "rows": rows, "dropout": dropout, "tied": tied, "optimizer": optimizer})

@@ -1,0 +1,119 @@
+"""The matrix: every layout, accumulation, recomputation and mask gives what one device gives.
+
+A later part enters by one line: its setting and its values in `SETTINGS`.  `make test` runs a
+pairwise cover (every two values of every two settings meet in some case); `make test-all` the whole
+product of the settings in `PRODUCT`, with the others drawn in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import AXES, BATCH, PLAIN, on_one_device, train
+
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "data": (1, 2, 4),
+    "fsdp": (1, 2, 4),
+    "context": (1, 2, 4),
+    "tensor": (1, 2, 4),
+    "gradient_accumulation_steps": (1, 2, 4),
+    "remat": ("none", "full", "dots", "every_2"),
+    "rows": ("full", "ragged", "packed"),
+    "fsdp_gather": ("layer", "step"),
+    "dropout": (0.0, 0.1),
+    "tied": (False, True),
+    "optimizer": ("adamw", "muon"),
+}
+PRODUCT = (*AXES, "gradient_accumulation_steps", "remat", "rows")
+DEVICES = 8
+TOLERANCE = 1e-5
+
+
+def allowed(case: Mapping[str, Any]) -> bool:
+    """Whether a (partial) case fits the devices and the batch."""
+    devices = int(np.prod([case.get(axis, 1) for axis in AXES]))
+    parts = case.get("data", 1) * case.get("fsdp", 1) * case.get("gradient_accumulation_steps", 1)
+    return devices <= DEVICES and BATCH % parts == 0
+
+
+def pairs_of(case: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+    return set(itertools.combinations(sorted(case.items(), key=lambda item: list(SETTINGS).index(item[0])), 2))
+
+
+def pairwise() -> list[dict[str, Any]]:
+    """Few cases in which every allowed pair of values meets: the best of random candidates, again and again."""
+    missing = {
+        pair
+        for a, b in itertools.combinations(SETTINGS, 2)
+        for pair in itertools.product([(a, v) for v in SETTINGS[a]], [(b, v) for v in SETTINGS[b]])
+        if allowed(dict(pair))
+    }
+    rng = random.Random(0)
+    cases = []
+    while missing:
+        wanted = min(missing, key=repr)
+        candidates = []
+        while len(candidates) < 200:
+            case = {name: rng.choice(values) for name, values in SETTINGS.items()} | dict(wanted)
+            if allowed(case):
+                candidates.append(case)
+        best = max(candidates, key=lambda case: len(pairs_of(case) & missing))
+        cases.append(best)
+        missing -= pairs_of(best)
+    return cases
+
+
+def product() -> Iterator[dict[str, Any]]:
+    rng = random.Random(1)
+    for values in itertools.product(*(SETTINGS[name] for name in PRODUCT)):
+        case = dict(zip(PRODUCT, values, strict=True))
+        if allowed(case):
+            yield {name: rng.choice(SETTINGS[name]) for name in SETTINGS} | case
+
+
+def label(case: Mapping[str, Any]) -> str:
+    """The settings that differ from one plain device."""
+    return "-".join(f"{name}={value}" for name, value in case.items() if value != PLAIN[name]) or "plain"
+
+
+def close(name: str, got: np.ndarray, want: np.ndarray) -> None:
+    """Within 1e-5 of the array's largest value, or of 1e-3 where the array is smaller than that."""
+    scale = max(float(np.max(np.abs(want))), 1e-3)
+    worst = float(np.max(np.abs(got - want)))
+    assert worst <= TOLERANCE * scale, f"{name}: off by {worst:.2e} where the largest value is {scale:.2e}"
+
+
+def check(case: Mapping[str, Any]) -> None:
+    got = train(case)
+    want = on_one_device(case["rows"], case["dropout"], case["tied"], case["optimizer"])
+    np.testing.assert_allclose(got.losses, want.losses, rtol=TOLERANCE)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=TOLERANCE)
+    for step, gradients in enumerate(want.gradients):
+        for name, value in gradients.items():
+            close(f"gradient of {name} at step {step + 1}", got.gradients[step][name], value)
+    for name, value in want.params.items():
+        close(f"parameter {name}", got.params[name], value)
+
+
+@pytest.mark.parametrize("case", pairwise(), ids=label)
+def test_a_layout_equals_one_device(case: dict[str, Any]) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(product()), ids=label)
+def test_the_whole_product_equals_one_device(case: dict[str, Any]) -> None:
+    check(case)
+
+
+def test_every_pair_of_values_is_covered() -> None:
+    covered = set().union(*(pairs_of(case) for case in pairwise()))
+    for a, b in itertools.combinations(SETTINGS, 2):
+        for x, y in itertools.product(SETTINGS[a], SETTINGS[b]):
+            if allowed({a: x, b: y}):
+                assert ((a, x), (b, y)) in covered
