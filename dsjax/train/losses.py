@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dsjax.errors import ConfigError
 from dsjax.mesh import constrain, current_layout, zigzag_order
 from dsjax.models.cross_entropy import linear_cross_entropy
 from dsjax.train.randomness import sequence_positions
@@ -62,20 +63,20 @@ def normalised(result: Any) -> tuple[jax.Array, jax.Array, Extras]:
     """A loss function's result as (sum, weight, extras), in fp32.
 
     Raises:
-      TypeError: the loss returned something else than (sum, weight) or (sum, weight, extras).
+      ConfigError: the loss returned something else than (sum, weight) or (sum, weight, extras).
     """
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise TypeError(
+        raise ConfigError(
             "a loss returns (sum of losses, weight) or (sum, weight, {name: (sum, weight)}), "
             f"got {type(result).__name__}: return the sum over examples and their number, not a mean"
         )
     extras = dict(result[2]) if len(result) == 3 else {}
     for name, value in [("the loss", result[:2]), *extras.items()]:
         if not isinstance(value, tuple) or len(value) != 2:
-            raise TypeError(f"{name}: takes (sum, weight), got {type(value).__name__}")
+            raise ConfigError(f"{name}: takes (sum, weight), got {type(value).__name__}")
         for part in value:
             if jnp.shape(part) != ():
-                raise TypeError(f"{name}: sum and weight are scalars, got shape {jnp.shape(part)}")
+                raise ConfigError(f"{name}: sum and weight are scalars, got shape {jnp.shape(part)}")
 
     def scalar(value: Any) -> jax.Array:
         return jnp.asarray(value, jnp.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,28 @@ def compiled_bytes(compiled: Any) -> int | None:
         - stats.alias_size_in_bytes
         + stats.generated_code_size_in_bytes
     )
+
+
+def bytes_a_device(tree: Any) -> int:
+    """Bytes that each device holds of a tree of (abstract) arrays with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
+
+
+def refuse_oversized_state(state: Any, devices: Sequence[jax.Device]) -> None:
+    """Refuses a state that does not fit, before any of it is made.
+
+    Raises:
+      OutOfDeviceMemory: parameters and optimizer state alone take more than a device has.
+    """
+    needed, limit = bytes_a_device(state), device_bytes(devices)
+    if limit is not None and needed > limit:
+        raise OutOfDeviceMemory(
+            f"parameters and optimizer state take {needed / GIB:.2f} GiB a device and there are "
+            f"{limit / GIB:.2f} GiB; use more devices (mesh.fsdp), a smaller model, or an optimizer with less "
+            "state (optimizer.kind=sgd)"
+        )
 
 
 def device_bytes(devices: Sequence[jax.Device]) -> int | None:

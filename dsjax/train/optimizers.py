@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from dsjax.config.schema import OptimizerConfig, ScheduleConfig
-from dsjax.mesh import map_named
+from dsjax.mesh import map_named, named_leaves
 
 Schedule = Callable[[Any], Any]
 
@@ -145,24 +145,22 @@ def _muon_dimensions(names: Sequence[str | None] | None, ndim: int) -> Any:
     return numbers(embed, rest) if embed < rest else numbers(rest, embed)
 
 
-def optimizer_shardings(
-    optimizer: optax.GradientTransformation, opt_state: Any, params: Any, shardings: Any, other: Callable
-) -> Any:
+def optimizer_shardings(opt_state: Any, params: Any, shardings: Any, other: Callable[[Any], Any]) -> Any:
     """Shardings of an (abstract) optimizer state: a moment lies where its parameter lies.
+
+    A moment is known by its name, which ends with its parameter's: true of every optax state that
+    maps over the parameters, however deep in chains, masks and partitions.
 
     Args:
       shardings: the parameters' shardings.
       other: shape -> sharding for leaves shaped unlike their parameter (factored moments, counts).
     """
+    places = named_leaves(shardings)
+    shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
 
-    def like_param(leaf: Any, param: Any, sharding: Any) -> Any:
-        return sharding if leaf.shape == param.shape else other(leaf.shape)
+    def place(name: str, leaf: Any) -> Any:
+        parts = name.split("/")
+        owner = next((end for i in range(len(parts)) if (end := "/".join(parts[i:])) in shapes), None)
+        return places[owner] if owner and shapes[owner] == leaf.shape else other(leaf.shape)
 
-    return optax.tree_utils.tree_map_params(
-        optimizer,
-        like_param,
-        opt_state,
-        params,
-        shardings,
-        transform_non_params=lambda leaf: other(leaf.shape),
-    )
+    return map_named(place, opt_state)

@@ -23,7 +23,13 @@ from jax.sharding import PartitionSpec as P
 from dsjax.errors import ConfigError, InputError
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
 from dsjax.precision import apply_policy
-from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory, refuse_oversized
+from dsjax.train.memory import (
+    compiled_bytes,
+    device_bytes,
+    is_out_of_memory,
+    refuse_oversized,
+    refuse_oversized_state,
+)
 from dsjax.train.optimizers import optimizer_shardings
 from dsjax.train.state import State, first_state
 from dsjax.train.step import StepParts, eval_step, train_step
@@ -131,7 +137,7 @@ class Program:
             shardings,
             params=param_shardings,
             model_state=jax.tree_util.tree_map_with_path(frozen, model_state),
-            opt_state=optimizer_shardings(self.parts.optimizer, opt_state, params, param_shardings, other),
+            opt_state=optimizer_shardings(opt_state, params, param_shardings, other),
         )
         return jax.tree.map(
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
@@ -141,7 +147,12 @@ class Program:
     # ---- state ---------------------------------------------------------------------------------
 
     def init(self, seed: int) -> State:
-        """The first state, made in its places: no device ever holds what is not its own."""
+        """The first state, made in its places: no device ever holds what is not its own.
+
+        Raises:
+          OutOfDeviceMemory: it is larger than a device.
+        """
+        refuse_oversized_state(self.abstract_state, list(self.mesh.devices.flat))
 
         def make(key: jax.Array) -> State:
             _, params, model_state = nnx.split(self._model(key), self._filter, ...)

@@ -80,12 +80,14 @@ class Recorder:
         self.last_record: dict[str, Any] = {}
 
     def __enter__(self) -> Recorder:
+        # Lines past the step that this call goes on from are of a past that did not last.
+        self.metrics.drop_after(self.step)
         self.progress.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.progress.__exit__(*error)
-        for sink in self._sinks:
+        for sink in [*self._sinks, self.metrics, self.events]:
             sink.close()
 
     def start_clock(self) -> None:

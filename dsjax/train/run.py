@@ -13,7 +13,7 @@ from dsjax.data import EvalData, open_eval, open_train
 from dsjax.errors import ConfigError, InputError
 from dsjax.train.assemble import Assembled, assemble
 from dsjax.train.generation import Sampling, tokens_after
-from dsjax.train.memory import GIB
+from dsjax.train.memory import GIB, bytes_a_device
 from dsjax.train.state import State
 from dsjax.train.summary import compressed_bits, eval_table, show, where_things_lie
 
@@ -134,7 +134,7 @@ def _dry_run(job: Assembled) -> int:
     trainer.directory.check_resume()
     state = trainer.program.abstract_state
     params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    held = sum(_bytes_here(leaf) for leaf in jax.tree.leaves(state))
+    held = bytes_a_device(state)
     train, latest = config.train, trainer.checkpoints.latest_step()
     start = "start" if latest is None else f"resume at step {latest}"
     axes = " x ".join(f"{a} {s}" for a, s in trainer.mesh.shape.items() if s > 1) or "one device"
@@ -153,11 +153,3 @@ def _dry_run(job: Assembled) -> int:
         show(f"# {line}")
     return 0
 
-
-def _bytes_here(leaf: Any) -> int:
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    size = 1
-    for extent in shape:
-        size *= extent
-    itemsize = getattr(leaf.dtype, "itemsize", 4)
-    return size * itemsize

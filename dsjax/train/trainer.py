@@ -24,6 +24,7 @@ from dsjax.mesh import make_mesh
 from dsjax.observe import peak_flops, write_report
 from dsjax.precision import compute_dtype
 from dsjax.train import loop
+from dsjax.train.memory import refuse_oversized_state
 from dsjax.train.optimizers import Schedule
 from dsjax.train.program import Init, Program, Recipe
 from dsjax.train.recorder import Rates, Recorder
@@ -128,7 +129,7 @@ class Trainer:
         """
         trainer = cls.__new__(cls)
         trainer._start(recipe, config, None, None, allow_config_change)
-        trainer._flops_per_step = flops_per_step
+        trainer.flops_per_step = flops_per_step
         if alternatives is not None:
             trainer.program.alternatives = lambda: alternatives(trainer)
         return trainer
@@ -143,7 +144,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.compiles: list[tuple[str, float]] = []
-        self._flops_per_step: float | None = None
+        self.flops_per_step: float | None = None
         self._recorder: Recorder | None = None
         mesh = make_mesh(config.mesh, devices)
         self.platform = mesh.devices.flat[0].platform
@@ -250,6 +251,7 @@ class Trainer:
             step = self.checkpoints.latest_step()
             if step is None:
                 raise InputError(f"no checkpoint in {self.checkpoints.directory}; train first, or set run.dir")
+        refuse_oversized_state(self.program.abstract_state, list(self.mesh.devices.flat))
         return self.checkpoints.restore(step, self.program.abstract_state)
 
     # ---- the loop ------------------------------------------------------------------------------
@@ -380,7 +382,7 @@ class Trainer:
         recorder = Recorder(
             self.directory.path,
             self.config.observe,
-            Rates(self.mesh.size, self._flops_per_step, peak),
+            Rates(self.mesh.size, self.flops_per_step, peak),
             list(self.mesh.devices.flat),
             steps=steps,
             first_step=step,
