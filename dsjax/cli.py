@@ -6,16 +6,14 @@ Nothing heavy is imported before a verb runs, so that ``dsjax --help`` answers a
 from __future__ import annotations
 
 import functools
-import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dsjax.cli_errors import guarded, leave
+from dsjax.cli_errors import guarded, leave, report
 from dsjax.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -29,9 +27,9 @@ ConfigFile = Annotated[
 More = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[MORE.yaml] [key=value]",
-        help="Files whose settings override CONFIG's, and settings that override all files "
-        "(optimizer.learning_rate=1e-3).",
+        metavar="MORE.yaml|key=value",
+        help="Files that override CONFIG, a later one an earlier one, and settings that override all "
+        "files (train.steps=500, say).",
         show_default=False,
     ),
 ]
@@ -40,7 +38,7 @@ app = typer.Typer(
     name="dsjax",
     help="Train any Flax model sharded over a mesh of named axes, on a laptop or on many hosts.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data = typer.Typer(no_args_is_help=True, help="Tokenise data; look at what the model will see.")
@@ -49,32 +47,33 @@ app.add_typer(data, name="data")
 app.add_typer(checkpoints, name="checkpoints")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with `argv` (default: sys.argv's) and end the process with its exit code."""
     try:
-        app(args=argv, prog_name="dsjax")
-    except SystemExit as end:
-        leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        code = app(args=argv, prog_name="dsjax", standalone_mode=False)
+    except Exception as error:
+        code = report(error)
+    leave(code or 0)
 
 
-def _verb(function: Callable[..., int | None]) -> Callable[..., None]:
+def _verb(function: Callable[..., int | None]) -> Callable[..., int]:
     """`function` as a verb: what it raises becomes plain lines, what it returns the exit code."""
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
-        raise typer.Exit(guarded(lambda: function(*args, **kwargs)))
+    def run(*args: Any, **kwargs: Any) -> int:
+        return guarded(lambda: function(*args, **kwargs))
 
     return run
 
 
 def _settings(first: str, more: Sequence[str] | None) -> Config:
-    """The config that a verb's positional arguments describe."""
+    """The config that a verb's positional arguments, files and overrides in any order, describe."""
     from dsjax.config import load
 
     words = [first, *(more or ())]
     files = [word for word in words if not _OVERRIDE.match(word)]
-    if _OVERRIDE.match(first):
-        raise ConfigError(f"the first argument is a config file (configs/quickstart.yaml, say), got {first}")
+    if not files:
+        raise ConfigError(f"no config file is given (configs/quickstart.yaml, say), only {' '.join(words)}")
     return load(files, [word for word in words if _OVERRIDE.match(word)])
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dsjax.errors import (
     EXIT_BAD_INPUT,
@@ -27,12 +28,13 @@ _LESS_MEMORY = (
     "or shorten train.sequence_length"
 )
 # What the system says where the disk, not the program, is at fault, and what helps.
+_ELSEWHERE = "put the run elsewhere (run.dir, data.cache_dir)"
 _DISK_FAULTS = {
-    errno.ENOSPC: "the disk is full; free some space, or put the run elsewhere (run.dir, data.cache_dir)",
-    errno.EDQUOT: "the disk quota is used up; free some space, or put the run elsewhere (run.dir, data.cache_dir)",
-    errno.EROFS: "the file system is read-only; choose a place that can be written (run.dir, data.cache_dir)",
-    errno.EACCES: "permission denied; choose a place that this user may use (run.dir, data.cache_dir)",
-    errno.EPERM: "permission denied; choose a place that this user may use (run.dir, data.cache_dir)",
+    errno.ENOSPC: f"the disk is full; free some space, or {_ELSEWHERE}",
+    errno.EDQUOT: f"the disk quota is used up; free some space, or {_ELSEWHERE}",
+    errno.EROFS: f"the file system is read-only; {_ELSEWHERE}",
+    errno.EACCES: f"permission denied; get access, or {_ELSEWHERE}",
+    errno.EPERM: f"permission denied; get access, or {_ELSEWHERE}",
 }
 
 
@@ -42,23 +44,30 @@ def guarded(call: Callable[[], int | None]) -> int:
         code = call() or EXIT_DONE
         sys.stdout.flush()
         return code
-    except BaseException as error:  # noqa: BLE001  the last line of defence; `describe` tells them apart
-        if isinstance(error, BrokenPipeError) and _stdout_is_gone():
-            return EXIT_BROKEN_PIPE
-        lines, code = describe(error)
-        if os.environ.get("DSJAX_DEBUG") == "1" and not isinstance(error, SystemExit):
-            traceback.print_exception(error)
-        _report(lines)
-        return code
+    except BaseException as error:  # the last line of defence; `describe` tells them apart
+        return report(error)
+
+
+def report(error: BaseException) -> int:
+    """Tell the user of an exception, with a traceback only under DSJAX_DEBUG=1; return its exit code."""
+    if _stdout_is_gone(error):
+        return EXIT_BROKEN_PIPE
+    lines, code = describe(error)
+    if _debugging() and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    _print(lines)
+    return code
 
 
 def leave(code: int) -> NoReturn:
     """End the process with `code`.
 
     A process of a cluster that failed ends at once: leaving jax.distributed in good order means to
-    wait for the other processes, which in turn wait for this one's part of a collective.
+    wait for the other processes, which in turn wait for this one's part of a collective.  So does one
+    that Ctrl-C ended: its threads may be in the middle of a save.
     """
-    if code not in (EXIT_DONE, EXIT_PREEMPTED) and _in_a_cluster():
+    failed = code not in (EXIT_DONE, EXIT_PREEMPTED)
+    if code == EXIT_INTERRUPTED or (failed and _in_a_cluster()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -83,6 +92,8 @@ def describe(error: BaseException) -> tuple[list[str], int]:
         if isinstance(error.code, str):
             return [error.code], EXIT_BAD_INPUT
         return [], error.code or EXIT_DONE
+    if hasattr(error, "format_message"):
+        return _usage(error), EXIT_BAD_INPUT
     for link in _chain(error):
         if _is_out_of_device_memory(link):
             said = f"out of device memory: {_first_line(link)}"
@@ -91,11 +102,35 @@ def describe(error: BaseException) -> tuple[list[str], int]:
         if disk:
             return [disk], EXIT_BAD_INPUT
     if isinstance(error, MemoryError):
-        return [
-            "out of host memory; use a smaller batch, fewer data.workers or a smaller model"
-        ], EXIT_INTERNAL
-    debug = "" if os.environ.get("DSJAX_DEBUG") == "1" else " (set DSJAX_DEBUG=1 for the traceback)"
-    return [f"internal error: {type(error).__name__}: {_first_line(error)}{debug}"], EXIT_INTERNAL
+        said = "out of host memory; use a smaller batch, fewer data.workers or a smaller model"
+        return [said], EXIT_INTERNAL
+    if isinstance(error, ImportError):
+        said = f"cannot import what is needed: {_first_line(error)}"
+        return [f"{said}; dsjax doctor tells what is missing{_debug()}"], EXIT_INTERNAL
+    return [f"internal error: {type(error).__name__}: {_first_line(error)}{_debug()}"], EXIT_INTERNAL
+
+
+def _usage(error: Any) -> list[str]:
+    """One line for what the parser of the command line refuses; none where it showed the help instead.
+
+    typer's parser is click, which newer versions carry inside themselves: a usage error is known by its
+    method, not by its type.
+    """
+    said = " ".join(error.format_message().split()).rstrip(".")
+    if not said:
+        return []
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "dsjax"
+    verb = command.partition(" ")[2]
+    return [f"{verb + ': ' if verb else ''}{said[0].lower()}{said[1:]} (see {command} --help)"]
+
+
+def _debugging() -> bool:
+    return os.environ.get("DSJAX_DEBUG") == "1"
+
+
+def _debug() -> str:
+    return "" if _debugging() else " (set DSJAX_DEBUG=1 for the traceback)"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -119,7 +154,10 @@ def _disk_fault(error: BaseException) -> str:
     """What to tell of a disk that is full or may not be written; empty where it is not that."""
     if isinstance(error, OSError):
         advice = _DISK_FAULTS.get(error.errno or 0)
-        return f"{error.filename or 'a file'}: {advice}" if advice else ""
+        # Without a name it need not be a file: a port below 1024, say, is denied alike.
+        if advice and (error.filename or error.errno not in (errno.EACCES, errno.EPERM)):
+            return f"{error.filename or 'a file'}: {advice}"
+        return ""
     # Libraries written in C++ pass on the system's words without its number.
     text = str(error)
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -134,17 +172,24 @@ def _first_line(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _stdout_is_gone() -> bool:
-    """Whether the reader of stdout has closed it; if so, nothing more is written there."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _stdout_is_gone(error: BaseException) -> bool:
+    """Whether this is the error of writing to a stdout whose reader has closed it.
+
+    If so, nothing more is written there.
+    """
+    if not any(isinstance(link, BrokenPipeError) for link in _chain(error)):
+        return False
+    if isinstance(error, SystemExit):  # rich has seen to it
         return True
-    return False
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    gone = bool(poll.poll(0))  # asked for nothing, it tells of errors alone
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
 
 
-def _report(lines: list[str]) -> None:
+def _print(lines: list[str]) -> None:
     try:
         for fault in lines:
             for line in fault.splitlines() or [""]:

@@ -211,6 +211,7 @@ _PLAIN = {
     "(earlier checkpoints stay restorable)",
     errno.EROFS: "the disk is read-only; set checkpoint.disk.path to one that can be written",
     errno.EACCES: "no permission to write; set checkpoint.disk.path to a directory of yours",
+    errno.ENOENT: "this directory cannot be made; set checkpoint.disk.path to a directory of yours",
     errno.ENOTDIR: "a part of this path is a file; set checkpoint.disk.path to a directory",
     errno.EEXIST: "this path is a file; set checkpoint.disk.path to a directory",
     errno.EDQUOT: "the disk quota is used up; free some space or set checkpoint.disk.path elsewhere",

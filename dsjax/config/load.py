@@ -17,10 +17,21 @@ from pydantic import BaseModel, ValidationError
 
 from dsjax.config.messages import faults_of, nearest, section_of, walk
 from dsjax.config.schema import MESH_ALIASES, Config, MeshConfig
-from dsjax.config.yaml_core import Leaf, Tree, YamlFault, dump_values, one_line, parse, shorten, show
+from dsjax.config.yaml_core import (
+    MAX_DEPTH,
+    Leaf,
+    Tree,
+    YamlFault,
+    dump_values,
+    one_line,
+    parse,
+    shorten,
+    show,
+)
 from dsjax.errors import ConfigError
 
 MAX_FILE_BYTES = 4 << 20
+MAX_FAULTS = 20  # more are counted, not told
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*")
 _ENV_KEY = re.compile(r"DSJAX_([A-Za-z0-9]\w*?)__(\w+)")
 
@@ -79,7 +90,10 @@ def _checked(tree: Tree, faults: list[str]) -> Config:
         # Where a source could not be read, what depends on keys it may have set is not judged.
         faults = faults + faults_of(error, tree, whole=not faults)
     if faults:
-        raise ConfigError(one_line(fault) for fault in faults)
+        told = [one_line(fault) for fault in faults[:MAX_FAULTS]]
+        if len(faults) > MAX_FAULTS:
+            told.append(f"and {len(faults) - MAX_FAULTS} more faults")
+        raise ConfigError(told)
     return config
 
 
@@ -138,6 +152,9 @@ def _meant(path: Path) -> str:
 def _assigned(keys: Sequence[str], text: str, variable: str, faults: list[str]) -> Tree:
     """The tree of one ``key=value``; `variable` is the environment variable it stood in, if any."""
     key = ".".join(keys)
+    if len(keys) > MAX_DEPTH:
+        faults.append(f"{shorten(key)}: has more than {MAX_DEPTH} parts")
+        return {}
     try:
         value = parse(text, lambda line: variable)
     except YamlFault as fault:

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from dsjax.config.schema import Config, Takes
+from dsjax.config.schema import LARGEST_INT, Config, Takes
 from dsjax.config.yaml_core import Leaf, Tree, show
 
 # What other trainers call our keys; spelling alone does not lead from one to the other.
@@ -149,8 +149,11 @@ def faults_of(error: ValidationError, tree: Tree, *, whole: bool = True) -> list
     """
     faults = []
     for item in error.errors(include_url=False):
-        loc = [part for part in item["loc"] if part != "[key]"]
-        leaf, value = _find(tree, loc), item["input"]
+        loc, value = item["loc"], item["input"]
+        if loc and loc[-1] == "[key]":  # pydantic's mark of the name, not the value, being at fault
+            faults.append(f"{_key(loc[:-2])}: a name takes text that is not empty, got {show(value)}")
+            continue
+        leaf = _find(tree, loc)
         if item["type"] == "extra_forbidden":
             faults.append(_unknown(loc, value, leaf) + _place(leaf))
         elif item["type"] == "value_error" and _section_at(loc):
@@ -170,6 +173,10 @@ def _unknown(loc: Sequence[str | int], value: Any, leaf: Leaf | None) -> str:
     holder = _section_at(loc[:-1])
     assert holder is not None  # pydantic refuses keys only in sections
     names = list(holder.model_fields)
+    outer, dot, inner = str(loc[-1]).rpartition(".")
+    if dot and holder is Config:
+        said = f"{loc[-1]}: unknown key (got {_shown(value, leaf)})"
+        return f"{said}; in a file {inner} is written inside the section {outer}"
     if any(isinstance(part, int) for part in loc):
         elsewhere = []  # inside a list's section no other section's key can be meant
     else:
@@ -202,7 +209,8 @@ def _place(leaf: Leaf | None) -> str:
 def _key(loc: Sequence[str | int]) -> str:
     key = ""
     for part in loc:
-        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+        name = f"[{part}]" if isinstance(part, int) else part or '""'
+        key += f".{name}" if key and isinstance(part, str) else name
     return key
 
 
@@ -225,17 +233,18 @@ def _type_at(loc: Sequence[str | int]) -> tuple[Any, Sequence[Any]]:
 
 
 def _section_at(loc: Sequence[str | int]) -> type[BaseModel] | None:
-    return section_of(_type_at(loc)[0])
+    annotation = _type_at(loc)[0]
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return section_of(annotation)
 
 
 def _hint(wanted: str, value: Any) -> str:
-    if (
-        wanted.startswith("an integer")
-        and isinstance(value, float)
-        and value.is_integer()
-        and abs(value) < 1e15
-    ):
-        return f"; write {int(value)}"
+    if wanted.startswith("an integer"):
+        if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST_INT:
+            return f"; write {int(value)}"
+        if isinstance(value, int) and value > LARGEST_INT and "<=" not in wanted:
+            return f"; no integer above {LARGEST_INT} fits"
     if re.search(r"text|name|path|pattern", wanted) and isinstance(value, (bool, int, float)):
         return "; text that looks like a number or a switch stands in quotes"
     return ""

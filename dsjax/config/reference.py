@@ -20,15 +20,17 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m dsjax.config.reference > docs/config.md`; edit dsjax/config/schema.py instead. -->
 
-A run is described by one YAML file, or several: `dsjax train base.yaml more.yaml optimizer.learning_rate=1e-3`.
+A run is described by one YAML file, or several, and settings:
+`dsjax train base.yaml more.yaml train.steps=500`.
 What is given twice is taken from, in this order: `key=value` on the command line, `DSJAX_SECTION__KEY` in the
 environment (`DSJAX_OPTIMIZER__LEARNING_RATE=1e-3`; a key's parts are joined by two underscores), later files,
 earlier files, the defaults below. Mappings merge key by key; a list replaces the list before it.
 
-Values are those of YAML 1.2: `3e-4` is a number, `true` and `false` are switches, `off`, `no` and `1_000` are text,
-`null` (or nothing) is no value. Text that looks like another type stands in quotes: `"5"`. Tags and merge keys (`<<`) are
-refused. Relative paths start at the current directory. A key that is not listed here is an error, and so is a value
-of another type; `dsjax train CONFIG --dry-run` prints every setting as it was understood, and stops.
+Values are those of YAML 1.2: `3e-4` is a number, `true` and `false` are switches, `off`, `no` and `1_000`
+are text, `null` (or nothing) is no value. Text that looks like another type stands in quotes: `"5"`. Tags and
+merge keys (`<<`) are refused. Relative paths start at the current directory. A key that is not listed here is
+an error, and so is a value of another type; `dsjax train CONFIG --dry-run` prints every setting as it was
+understood, and stops.
 """
 
 
@@ -51,8 +53,9 @@ def reference() -> str:
     free = ", ".join(f"`{key.replace('.*.', '[].')}`" for key in FREE_ON_RESUME)
     parts.append(
         "## What may change on resume\n\n"
-        f"{free}: these may differ from the config that the run was started with. Anything else that differs is "
-        "refused, unless `--allow-config-change` is given, which is recorded in the run's events.\n"
+        f"{free}: these may differ from the config that the run was started with. Anything else that "
+        "differs is refused, unless `--allow-config-change` is given, which is recorded in the run's "
+        "events.\n"
     )
     return "\n".join(parts)
 

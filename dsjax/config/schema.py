@@ -30,8 +30,17 @@ def _not_zero(value: int) -> int:
     return value
 
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+LARGEST_INT = 2**31 - 1  # steps and sizes are 32-bit integers on the device
+
+
+def _fits(value: int) -> int:
+    if value > LARGEST_INT:
+        raise ValueError(f"is above {LARGEST_INT}")
+    return value
+
+
+PositiveInt = Annotated[int, Field(ge=1), AfterValidator(_fits)]
+NonNegativeInt = Annotated[int, Field(ge=0), AfterValidator(_fits)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -127,7 +136,11 @@ class ModelConfig(BaseModel):
 
 MESH_ALIASES = {"pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}
 AxisSize = Annotated[
-    int, Field(ge=-1), AfterValidator(_not_zero), Takes("an integer >= 1, or -1 for the rest of the devices")
+    int,
+    Field(ge=-1),
+    AfterValidator(_not_zero),
+    AfterValidator(_fits),
+    Takes("an integer >= 1, or -1 for the rest of the devices"),
 ]
 OnlyOne = Annotated[int, Field(ge=1, le=1), Takes("1 in this version")]
 
@@ -207,14 +220,10 @@ class MixtureSource(Section):
     """One source of a weighted mixture."""
 
     paths: PathList = Field(description="Files, globs or directories.", min_length=1)
-    weight: PositiveFloat = _described(
-        1.0, "Share of the rows drawn from this source (kept to within 1%)."
-    )
+    weight: PositiveFloat = _described(1.0, "Share of the rows drawn from this source (kept to within 1%).")
     kind: FileKind | None = _described(None, "Kind of this source; default: data.kind.")
     field: NonEmpty | None = _described(None, "Field of its records; default: data.field.")
-    name: NonEmpty | None = _described(
-        None, "Name in reports and example ids; default: its first path."
-    )
+    name: NonEmpty | None = _described(None, "Name in reports and example ids; default: its first path.")
 
 
 class DataConfig(Section):
@@ -232,8 +241,7 @@ class DataConfig(Section):
     )
     field: NonEmpty | None = _described(
         None,
-        "Field of a record that holds the text (default: text) or the conversation (default: "
-        "messages).",
+        "Field of a record that holds the text (default: text) or the conversation (default: messages).",
     )
     mixture: list[MixtureSource] = _described([], "Weighted sources, instead of paths.")
     tokenizer: NonEmpty = _described(
@@ -241,7 +249,7 @@ class DataConfig(Section):
         "bytes; bpe (a byte-pair tokenizer trained on the training documents and kept "
         "in data.cache_dir); or a tokenizer.json or its directory.",
     )
-    bpe_vocab_size: Annotated[int, Field(ge=258)] = _described(
+    bpe_vocab_size: Annotated[int, Field(ge=258), AfterValidator(_fits)] = _described(
         8192, "Vocabulary of the tokenizer trained by bpe, its 256 bytes and two special tokens included."
     )
     packing: Literal["pack", "concat", "none"] = _described(
@@ -286,10 +294,10 @@ def _paths_alone(value: Any) -> Any:
     return {"paths": value} if isinstance(value, (str, list)) else value
 
 
-def _heldout_is_taken(sets: dict[str, EvalSet]) -> dict[str, EvalSet]:
-    if "heldout" in sets:
-        raise ValueError("heldout is the name of the held-out slice itself; give the set another")
-    return sets
+def _each_once(values: list[str]) -> list[str]:
+    if len(set(values)) < len(values):
+        raise ValueError("one is given twice")
+    return values
 
 
 class EvalConfig(Section):
@@ -297,17 +305,47 @@ class EvalConfig(Section):
 
     every: NonNegativeInt = _described(0, "Evaluate every N steps and at the end; 0: never.")
     steps: Annotated[
-        int, Field(ge=-1), AfterValidator(_not_zero), Takes("an integer >= 1, or -1 for all")
+        int,
+        Field(ge=-1),
+        AfterValidator(_not_zero),
+        AfterValidator(_fits),
+        Takes("an integer >= 1, or -1 for all"),
     ] = _described(-1, "Batches an evaluation; -1: all of the set.")
     sets: Annotated[
-        dict[NonEmpty, Annotated[EvalSet, BeforeValidator(_paths_alone)]],
-        AfterValidator(_heldout_is_taken),
+        dict[
+            NonEmpty,
+            Annotated[
+                EvalSet,
+                BeforeValidator(_paths_alone),
+                Takes("a path, a list of paths, or {paths, kind, field}"),
+            ],
+        ],
         Takes("a mapping of set names to paths, or to {paths, kind, field}"),
     ] = _described(
         {},
         "Named evaluation sets beside the held-out slice of data (which is named heldout): name: "
         "paths, or name: {paths, kind, field}.",
     )
+    compressors: Annotated[
+        list[Literal["gzip", "xz"]],
+        BeforeValidator(_one_or_many),
+        AfterValidator(_each_once),
+        Takes("gzip, xz or a list of them, each once"),
+    ] = _described(
+        [],
+        "At the end of the run, what each of these (at its highest level) makes of the held-out text "
+        "is shown beside the model's bits per byte.",
+    )
+    samples: Annotated[
+        list[NonEmpty], BeforeValidator(_one_or_many), Takes("a prompt or a list of prompts")
+    ] = _described([], "Prompts that the model goes on from at the end of the run.")
+    sample_tokens: PositiveInt = _described(64, "Tokens to add to each of eval.samples at most.")
+
+    @model_validator(mode="after")
+    def _heldout_is_taken(self) -> EvalConfig:
+        if "heldout" in self.sets:
+            raise ValueError("heldout is the name of the held-out slice itself; give that set another")
+        return self
 
 
 class ScheduleConfig(Section):

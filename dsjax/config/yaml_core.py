@@ -15,7 +15,10 @@ from typing import Any
 
 import yaml
 
-MAX_VALUES = 100_000  # aliases can make a small text huge; no config is this long
+# No config comes near these; a few bytes of aliases, brackets or digits can pass any of them.
+MAX_VALUES = 100_000
+MAX_DEPTH = 64
+MAX_DIGITS = 1000
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
 
 
 def _to_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
@@ -85,6 +90,9 @@ for _kind in (_Loader, _Dumper):
         _kind.add_implicit_resolver(_tag, _pattern, None)
 
 
+_TOO_DEEP = f"lists or mappings are nested more than {MAX_DEPTH} deep"
+
+
 class _Reader:
     """One text's nodes turned into a tree of leaves (or, inside lists, into plain values)."""
 
@@ -100,6 +108,8 @@ class _Reader:
             raise YamlFault(f"holds more than {MAX_VALUES} values (aliases count each time)", line)
         if id(node) in self.open:
             raise YamlFault("an alias stands inside the value that it names", line)
+        if len(self.open) > MAX_DEPTH:
+            raise YamlFault(_TOO_DEEP, line)
         if not (node.tag in _SCALARS or node.tag in (_TAG + "str", _TAG + "seq", _TAG + "map")):
             raise YamlFault(f"the tag {node.tag.replace(_TAG, '!!')} is not allowed in a config", line)
         return line
@@ -107,7 +117,7 @@ class _Reader:
     def tree(self, node: yaml.Node) -> Tree | Leaf:
         line = self._enter(node)
         if isinstance(node, yaml.MappingNode) and node.value:
-            return {key: value for key, value in self._items(node, self.tree)}
+            return dict(self._items(node, self.tree))
         value = self._value(node, line)
         raw = node.value if isinstance(node, yaml.ScalarNode) and not isinstance(value, str) else None
         return Leaf(value, show(value, raw), self.where(line))
@@ -162,7 +172,7 @@ class _Reader:
             raise YamlFault(f"{show(text)} is not of type {node.tag.replace(_TAG, '!!')}", line)
         try:
             return convert(text)
-        except ValueError:  # Python's limit on the digits of an int
+        except ValueError:
             raise YamlFault(f"the number {shorten(text)} is too long", line) from None
 
 
@@ -182,7 +192,7 @@ def parse(text: str, where: Callable[[int], str]) -> Tree | Leaf | None:
         line = text.count("\n", 0, error.position) + 1
         raise YamlFault(f"character U+{error.character:04X} is not allowed in YAML", line) from None
     except RecursionError:
-        raise YamlFault("lists or mappings are nested too deeply") from None
+        raise YamlFault(_TOO_DEEP) from None
 
 
 def dump_values(values: dict[str, Any]) -> str:

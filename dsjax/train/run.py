@@ -40,7 +40,7 @@ def train(config: Config, *, dry_run: bool = False, allow_config_change: bool = 
     )
     if last:
         show(eval_table(last, sets, _compressed(config, sets)))
-        _samples(job, state)
+    _samples(job, state)
     where_things_lie(config, trainer.checkpoints.latest_step())
     return 0
 

@@ -14,8 +14,9 @@ from dsjax.config.messages import section_of, walk
 
 # Any text that UTF-8 can hold, and what is easily mistaken for another type or for syntax.
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
-    ["", "off", "true", "null", "~", "1_000", "3e-4", "1e3", "0x1f", "0o7", "2020-01-01", "=", "<<", "- a", "a: b", "# a",
-     "*a", "&a", "!a", "%a", "@a", "\n", " a ", "a\n\nb\n", "\t", "\u2028", "\x85", ".inf", "12:30", "'", '"', "'\\\"", "---", "..."]
+    ["", "off", "true", "null", "~", "1_000", "3e-4", "1e3", "0x1f", "0o7", "2020-01-01", "=", "<<", "- a",
+     "a: b", "# a", "*a", "&a", "!a", "%a", "@a", "\n", " a ", "a\n\nb\n", "\t", "\u2028", "\x85", ".inf",
+     "12:30", "'", '"', "'\\\"", "---", "..."]
 )  # fmt: skip
 _SCALAR = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _TEXT
 _KEY = _TEXT.filter(lambda key: key != "<<")
@@ -32,7 +33,7 @@ _CONFIGS = st.fixed_dictionaries(
         ),
         "model": st.dictionaries(_KEY.filter(lambda key: key not in ("kind", "config")), _VALUE, max_size=4),
         "eval": st.fixed_dictionaries(
-            {"sets": st.dictionaries(_KEY, st.lists(_TEXT.filter(bool), max_size=2))}
+            {"sets": st.dictionaries(_KEY.filter(bool), st.lists(_TEXT.filter(bool), min_size=1, max_size=2))}
         ),
         "optimizer": st.fixed_dictionaries(
             {},
@@ -88,19 +89,21 @@ _OTHER = {
     "mesh.data": 2, "mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2,
     "train.steps": 2000, "train.stop_after": 1, "train.global_batch_size": 4, "train.sequence_length": 2,
     "train.gradient_accumulation_steps": 2, "train.remat": "full", "train.fsdp_gather": "step",
-    "data.kind": "text", "data.field": "x", "data.tokenizer": "x", "data.bpe_vocab_size": 5,
-    "data.packing": "none", "data.shuffle": False, "data.holdout": 0.5, "data.cache_dir": "x", "data.workers": 1,
+    "data.kind": "text", "data.field": "x", "data.tokenizer": "x", "data.bpe_vocab_size": 300,
+    "data.packing": "none", "data.shuffle": False, "data.holdout": 0.5, "data.cache_dir": "x",
+    "data.workers": 1,
     "data.log_examples": True, "data.paths": ["moved"], "data.mixture": [{"paths": "a"}],
     "eval.every": 1, "eval.steps": 1, "eval.sets": {"a": "b"},
+    "eval.compressors": ["xz"], "eval.samples": ["def "], "eval.sample_tokens": 1,
     "optimizer.kind": "sgd", "optimizer.learning_rate": 1.0, "optimizer.beta1": 0.1, "optimizer.beta2": 0.1,
     "optimizer.eps": 1.0, "optimizer.weight_decay": 0.0, "optimizer.max_grad_norm": None,
     "optimizer.trainable": ["x"], "optimizer.schedule.kind": "wsd", "optimizer.schedule.warmup_steps": 1,
     "optimizer.schedule.decay_steps": 1, "optimizer.schedule.min_lr_ratio": 0.0,
     "precision.policy": "bf16", "stability.give_up_after": 1,
     "checkpoint.disk.every": 1, "checkpoint.disk.keep": 1, "checkpoint.disk.path": "x",
-    "observe.log_every": 1, "observe.progress": "none", "observe.tensorboard": True, "observe.wandb.project": "x",
-    "observe.wandb.entity": "x", "observe.wandb.mode": "offline", "observe.prometheus_port": 1,
-    "observe.profile.start": 1, "observe.profile.steps": 1,
+    "observe.log_every": 1, "observe.progress": "none", "observe.tensorboard": True,
+    "observe.wandb.project": "x", "observe.wandb.entity": "x", "observe.wandb.mode": "offline",
+    "observe.prometheus_port": 1, "observe.profile.start": 1, "observe.profile.steps": 1,
 }  # fmt: skip
 _ONE_VALUE_ONLY = {
     "mesh.pipeline",
