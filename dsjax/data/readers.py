@@ -118,8 +118,8 @@ def _read_text(file: InputFile) -> Document:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
-    byte = error.object[error.start]
-    return f"not UTF-8 text (byte 0x{byte:02x}; {error.reason}); convert the file or leave it out"
+    byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+    return f"not UTF-8 text ({byte}; {error.reason}); convert the file or leave it out"
 
 
 def _changed(file: InputFile) -> InputError:
@@ -244,7 +244,9 @@ def _read_parquet(file: InputFile, part: Part, field: str) -> Iterator[Document]
     with _parquet(file) as table:
         names = table.schema_arrow.names
         if field not in names:
-            raise InputError(f"{file.path}: has no column {field} (it has {', '.join(names)}); set data.field")
+            raise InputError(
+                f"{file.path}: has no column {field} (it has {', '.join(names)}); set data.field"
+            )
         before = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
         record = 0
         try:

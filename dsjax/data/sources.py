@@ -100,7 +100,9 @@ def evaluation_sources(data: DataConfig, evaluation: EvalConfig) -> list[Source]
     for name, entry in evaluation.sets.items():
         kind = entry.kind or data.kind
         if kind == "synthetic":
-            raise ConfigError(f"eval.sets.{name}: data.kind is synthetic; say of which kind the set's files are")
+            raise ConfigError(
+                f"eval.sets.{name}: data.kind is synthetic; say of which kind the set's files are"
+            )
         field = _field(entry.field or data.field, kind)
         sources.append(Source(name, kind, tuple(entry.paths), field, f"eval.sets.{name}"))
     return sources

@@ -71,7 +71,9 @@ class Section:
     end_key: int
 
 
-def sections_of(parts: Sequence[Part], keys: int, mask: Mask, chunk: int) -> list[Section]:
+def sections_of(
+    parts: Sequence[Part], keys: int, mask: Mask, chunk: int, loops: bool = True
+) -> list[Section]:
     """Cuts runs of query rows into sections, each with the keys that it can see.
 
     Args:
@@ -79,9 +81,10 @@ def sections_of(parts: Sequence[Part], keys: int, mask: Mask, chunk: int) -> lis
       keys: length of the key array.
       mask: what is visible.
       chunk: rows of a chunk.
+      loops: whether sections may hold several chunks, so that there are few of them.
     """
     chunks = sum(-(-part.length // chunk) for part in parts)
-    group = -(-chunks // _MAX_SECTIONS)
+    group = -(-chunks // _MAX_SECTIONS) if loops else 1
     sections = []
     for part in parts:
         whole, rest = divmod(part.length, chunk)
@@ -100,17 +103,40 @@ def sections_of(parts: Sequence[Part], keys: int, mask: Mask, chunk: int) -> lis
     return sections
 
 
-def _rows(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
+def rows(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
     if isinstance(start, int):
         return lax.slice_in_dim(x, start, start + size, axis=axis)
     return lax.dynamic_slice_in_dim(x, start, size, axis=axis)
 
 
-def _scores(
-    q_bkgch: jax.Array, k_bklh: jax.Array, seen: jax.Array | None, scale: float
-) -> jax.Array:
+def _scores(q_bkgch: jax.Array, k_bklh: jax.Array, seen: jax.Array | None, scale: float) -> jax.Array:
     s_bkgcl = scale * jnp.einsum("bkgch,bklh->bkgcl", q_bkgch, k_bklh, preferred_element_type=jnp.float32)
     return s_bkgcl if seen is None else jnp.where(seen, s_bkgcl, _UNSEEN)
+
+
+def section_seen(
+    section: Section,
+    mask: Mask,
+    query_segments_bs: jax.Array | None,
+    key_segments_bl: jax.Array | None,
+    index: Any,
+) -> jax.Array | None:
+    """Which keys the section's chunk of this index sees.
+
+    Args:
+      query_segments_bs: segments of all query rows, or None.
+      key_segments_bl: segments of the section's own slice of keys, or None.
+
+    Returns:
+      bool, broadcastable to [b, 1, 1, c, l]; None where all are seen.
+    """
+    place = section.place + index * section.size + jnp.arange(section.size)
+    seen = mask.visible(place, jnp.arange(section.first_key, section.end_key))
+    if query_segments_bs is None or key_segments_bl is None:
+        return seen
+    own_bc = rows(query_segments_bs, section.row + index * section.size, section.size, 1)
+    same = (own_bc[:, :, None] == key_segments_bl[:, None, :])[:, None, None]
+    return same if seen is None else same & seen
 
 
 @dataclass(frozen=True)
@@ -125,25 +151,16 @@ class _Keys:
     mask: Mask
 
     def seen(self, index: Any) -> jax.Array | None:
-        """bool, broadcastable to [b, 1, 1, c, l], for the section's chunk of this index."""
-        section = self.section
-        place = section.place + index * section.size + jnp.arange(section.size)
-        seen = self.mask.visible(place, jnp.arange(section.first_key, section.end_key))
-        if self.query_segments_bs is None or self.key_segments_bl is None:
-            return seen
-        row = section.row + index * section.size
-        own_bc = _rows(self.query_segments_bs, row, section.size, 1)
-        same = (own_bc[:, :, None] == self.key_segments_bl[:, None, :])[:, None, None]
-        return same if seen is None else same & seen
+        return section_seen(self.section, self.mask, self.query_segments_bs, self.key_segments_bl, index)
 
 
 def _keys_of(
     section: Section, k: jax.Array, v: jax.Array, query_segments: Any, key_segments: Any, mask: Mask
 ) -> _Keys:
     width = section.end_key - section.first_key
-    own = None if key_segments is None else _rows(key_segments, section.first_key, width, 1)
+    own = None if key_segments is None else rows(key_segments, section.first_key, width, 1)
     return _Keys(
-        _rows(k, section.first_key, width, 2), _rows(v, section.first_key, width, 2),
+        rows(k, section.first_key, width, 2), rows(v, section.first_key, width, 2),
         query_segments, own, section, mask,
     )  # fmt: skip
 
@@ -199,7 +216,7 @@ def forward(
 
         def step(_: Any, index: Any, keys: _Keys = keys) -> tuple[Any, tuple[jax.Array, ...]]:
             row = keys.section.row + index * keys.section.size
-            s = _scores(_rows(q, row, keys.section.size, 3), keys.k_bklh, keys.seen(index), scale)
+            s = _scores(rows(q, row, keys.section.size, 3), keys.k_bklh, keys.seen(index), scale)
             top = lax.stop_gradient(s.max(-1, keepdims=True))
             p = jnp.exp(s - top)
             total = p.sum(-1, keepdims=True)
@@ -245,12 +262,12 @@ def backward(
 
         def step(sums: Any, index: Any, keys: _Keys = keys) -> tuple[Any, tuple[jax.Array, ...]]:
             row, size = keys.section.row + index * keys.section.size, keys.section.size
-            q_c, do_c = _rows(q, row, size, 3), _rows(do, row, size, 3)
+            q_c, do_c = rows(q, row, size, 3), rows(do, row, size, 3)
             s = _scores(q_c, keys.k_bklh, keys.seen(index), scale)
-            p = jnp.exp(s - _rows(lse_bkgs, row, size, 3)[..., None])
+            p = jnp.exp(s - rows(lse_bkgs, row, size, 3)[..., None])
             product = {"preferred_element_type": jnp.float32}
             dp = jnp.einsum("bkgch,bklh->bkgcl", do_c, keys.v_bklh, **product)
-            ds = p * (dp - _rows(delta_bkgs, row, size, 3)[..., None]) * scale
+            ds = p * (dp - rows(delta_bkgs, row, size, 3)[..., None]) * scale
             p, ds = p.astype(q.dtype), ds.astype(q.dtype)
             dq = jnp.einsum("bkgcl,bklh->bkgch", ds, keys.k_bklh, **product).astype(q.dtype)
             dk_l = jnp.einsum("bkgcl,bkgch->bklh", ds, q_c, **product)

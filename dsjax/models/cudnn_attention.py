@@ -65,12 +65,16 @@ def attend(
         def part(
             q: jax.Array, k: jax.Array, v: jax.Array, own: Any, others: Any, section: Any = section
         ) -> jax.Array:
-            width = section.end_key - section.first_key
-            seen = section_seen(section, mask, own, others, 0)
-            q, k, v = rows(q, section.row, section.size, 1), *(rows(x, section.first_key, width, 1) for x in (k, v))
+            first, width = section.first_key, section.end_key - section.first_key
+            own_keys = None if others is None else rows(others, first, width, 1)
+            seen = section_seen(section, mask, own, own_keys, 0)
             if seen is not None:
-                seen = jnp.broadcast_to(seen, (q.shape[0], 1, section.size, width))
-            return jax.nn.dot_product_attention(q, k, v, scale=scale, mask=seen, implementation=implementation)
+                seen = seen.reshape(-1, 1, section.size, width)
+                seen = jnp.broadcast_to(seen, (q.shape[0], *seen.shape[1:]))
+            return jax.nn.dot_product_attention(
+                rows(q, section.row, section.size, 1), rows(k, first, width, 1), rows(v, first, width, 1),
+                scale=scale, mask=seen, implementation=implementation,
+            )  # fmt: skip
 
         # The bias is made again in the backward pass; the kernel is not run again.
         part = jax.checkpoint(part, policy=_keep_kernel_outputs)

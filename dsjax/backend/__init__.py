@@ -1,0 +1,1 @@
+"""What depends on the backend that runs the compiled programs."""

@@ -1,0 +1,301 @@
+"""The processes of a job meet before jax.distributed starts, so that one that stays away can be named.
+
+Rank 0 listens on the coordinator's own port until every rank has come, says "go", frees the port and
+jax's service takes it over.  Meanwhile each rank is told who is still missing.  Messages are lines of
+JSON; whoever says something else (a port scan, a health check) is not one of us and is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from dsjax.errors import ConfigError, InternalError
+
+_LONGEST_LINE = 4096
+_PAUSE_SECONDS = 0.2
+_RANKS_NAMED = 16  # in a message
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and with whom to meet.
+
+    Attributes:
+      address: HOST:PORT of rank 0.
+      processes, rank: how many are to come, and which of them this process is.
+      source: who said so, in words, for messages.
+    """
+
+    address: str
+    processes: int
+    rank: int
+    source: str
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all processes are on this host."""
+        return self.host in ("localhost", "127.0.0.1", "::1")
+
+
+def meet(meeting: Meeting, timeout: float) -> None:
+    """Returns when every rank has come.
+
+    Args:
+      timeout: seconds to wait.
+
+    Raises:
+      InternalError: some did not; their ranks are named, by every rank that came.
+      ConfigError: the port is taken, a rank came twice, or the ranks disagree on how many they are.
+    """
+    deadline = time.monotonic() + timeout
+    if meeting.rank == 0:
+        _Host(meeting, timeout).wait(deadline)
+    else:
+        _Guest(meeting, timeout).wait(deadline)
+
+
+def _missed(meeting: Meeting, missing: list[int], timeout: float) -> InternalError:
+    ranks = ", ".join(map(str, missing[:_RANKS_NAMED]))
+    if len(missing) > _RANKS_NAMED:
+        ranks += f" and {len(missing) - _RANKS_NAMED} more"
+    which, have = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
+    return InternalError(
+        f"{which} {ranks} of {meeting.processes} {have} not come within {timeout:.0f} s; rank {meeting.rank} "
+        f"waited at {meeting.address} (by {meeting.source}). See whether that process started and can reach "
+        "this address; runtime.distributed_timeout is how long to wait"
+    )
+
+
+class _Peer:
+    """A connection, and the lines that came over it."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self.rank: int | None = None
+        self.name = ""
+        self._buffer = b""
+
+    def lines(self) -> list[dict[str, Any]] | None:
+        """What has arrived; None: the connection has ended, or does not speak as we do."""
+        try:
+            data = self.connection.recv(65536)
+        except (BlockingIOError, TimeoutError):
+            return []
+        except OSError:
+            return None
+        *whole, self._buffer = (self._buffer + data).split(b"\n")
+        try:
+            said = [json.loads(line) for line in whole]
+        except ValueError:
+            return None
+        ours = data and len(self._buffer) <= _LONGEST_LINE and all(isinstance(one, dict) for one in said)
+        return said if ours else None
+
+    def say(self, **message: Any) -> None:
+        """Sends a line; one who has gone will be seen to have gone when read from."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+class _Host:
+    """Rank 0."""
+
+    def __init__(self, meeting: Meeting, timeout: float):
+        self._meeting, self._timeout = meeting, timeout
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[int, _Peer] = {}
+
+    def wait(self, deadline: float) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._selector)
+            stack.callback(self._close_all)
+            listener = stack.enter_context(self._listen())
+            self._selector.register(listener, selectors.EVENT_READ, None)
+            while self._missing():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    self._give_up()
+                for key, _ in self._selector.select(left):
+                    if key.data is None:
+                        self._accept(listener)
+                    else:
+                        self._read(key.data)
+            self._selector.unregister(listener)
+            # The port is free before the others look for jax's service there.
+            listener.close()
+            self._tell(go=True)
+            self._see_off()
+
+    def _listen(self) -> socket.socket:
+        port = self._meeting.port
+        try:
+            if self._meeting.is_local:
+                family = socket.AF_INET6 if ":" in self._meeting.host else socket.AF_INET
+                listener = socket.create_server((self._meeting.host, port), family=family)
+            elif socket.has_dualstack_ipv6():
+                listener = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            else:
+                listener = socket.create_server(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"rank 0 cannot listen on port {port} of the coordinator's address {self._meeting.address} "
+                f"({error.strerror}); another job may be using it: set DSJAX_COORDINATOR to HOST:ANOTHER_PORT"
+            ) from None
+        listener.listen(max(128, self._meeting.processes))
+        listener.setblocking(False)
+        return listener
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, self._meeting.processes) if rank not in self._peers]
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        connection.settimeout(1.0)
+        self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
+
+    def _read(self, peer: _Peer) -> None:
+        said = peer.lines()
+        if said is None:
+            self._drop(peer)
+        for message in said or []:
+            self._greet(peer, message)
+
+    def _give_up(self) -> NoReturn:
+        self._tell(missing=self._missing())
+        raise _missed(self._meeting, self._missing(), self._timeout)
+
+    def _greet(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if message.get("gave_up") and peer.rank is not None:
+            self._give_up()  # its time was up first; without it the job cannot start
+        rank, processes = message.get("rank"), message.get("processes")
+        if not isinstance(rank, int) or not isinstance(processes, int):
+            self._drop(peer)
+            return
+        if processes != self._meeting.processes or not 0 < rank < processes:
+            peer.say(
+                refused=f"rank {rank} was told of {processes} processes but rank 0 at "
+                f"{self._meeting.address} of {self._meeting.processes}; is another job using this address?"
+            )
+            self._drop(peer)
+            return
+        peer.rank, peer.name = rank, str(message.get("name"))
+        if rank in self._peers:
+            fault = (
+                f"rank {rank} came twice, from {self._peers[rank].name} and from {peer.name}; each process "
+                "has a rank of its own"
+            )
+            peer.say(refused=fault)
+            self._tell(refused=fault)
+            raise ConfigError(fault)
+        self._peers[rank] = peer
+        self._tell(waiting=self._missing())
+
+    def _drop(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        if peer.rank is not None and self._peers.get(peer.rank) is peer:
+            del self._peers[peer.rank]
+            self._tell(waiting=self._missing())
+
+    def _tell(self, **message: Any) -> None:
+        for peer in self._peers.values():
+            peer.say(**message)
+
+    def _see_off(self) -> None:
+        """Lets the others hang up first, so that no connection of ours lingers on the port."""
+        for peer in self._peers.values():
+            while peer.lines():
+                pass
+
+    def _close_all(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                key.data.connection.close()
+
+
+class _Guest:
+    """Any other rank."""
+
+    def __init__(self, meeting: Meeting, timeout: float):
+        self._meeting, self._timeout = meeting, timeout
+        self._waiting: list[int] | None = None
+        self._trouble = "it never answered"
+
+    def wait(self, deadline: float) -> None:
+        while not self._ask(deadline):
+            if time.monotonic() >= deadline:
+                raise self._gave_up()
+            time.sleep(_PAUSE_SECONDS)
+        # jax's service follows on the same port; looking for it here avoids its client's slow retries.
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), self._connect(deadline):
+                return
+            time.sleep(_PAUSE_SECONDS / 10)
+
+    def _gave_up(self) -> InternalError:
+        meeting = self._meeting
+        if self._waiting:
+            return _missed(meeting, self._waiting, self._timeout)
+        return InternalError(
+            f"rank 0 of {meeting.processes} was not reached at {meeting.address} within {self._timeout:.0f} "
+            f"s by rank {meeting.rank} on {socket.gethostname()} ({self._trouble}; address by "
+            f"{meeting.source}). See whether rank 0 started and this host may connect to it; "
+            "DSJAX_COORDINATOR=HOST:PORT names another address"
+        )
+
+    @contextlib.contextmanager
+    def _connect(self, deadline: float) -> Iterator[socket.socket]:
+        left = max(0.1, min(10.0, deadline - time.monotonic()))
+        with socket.create_connection((self._meeting.host, self._meeting.port), timeout=left) as connection:
+            yield connection
+
+    def _ask(self, deadline: float) -> bool:
+        """Comes once; whether all have come. False: try again."""
+        self._waiting = None
+        try:
+            with self._connect(deadline) as connection:
+                peer = _Peer(connection)
+                name = f"{socket.gethostname()} process {os.getpid()}"
+                peer.say(rank=self._meeting.rank, processes=self._meeting.processes, name=name)
+                return self._listen(peer, deadline)
+        except OSError as error:
+            self._trouble = error.strerror or str(error)
+            return False
+
+    def _listen(self, peer: _Peer, deadline: float) -> bool:
+        while (left := deadline - time.monotonic()) > 0:
+            peer.connection.settimeout(left)
+            said = peer.lines()
+            if said is None:
+                self._waiting = None
+                self._trouble = "something answers there, but not as rank 0 of a starting job does"
+                return False
+            for message in said:
+                if message.get("go"):
+                    return True
+                if "refused" in message:
+                    raise ConfigError(str(message["refused"]))
+                if "missing" in message:
+                    raise _missed(self._meeting, list(message["missing"]), self._timeout)
+                self._waiting = [int(rank) for rank in message.get("waiting", [])]
+        peer.say(gave_up=True)
+        return False

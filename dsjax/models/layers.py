@@ -1,0 +1,167 @@
+"""Layers that model families share: projections, embedding, normalisation, rotary positions.
+
+Parameters are fp32; a layer whose `dtype` is None computes in its parameters' type until a precision
+policy sets another.  Matrices keep their heads as a dimension of their own, so that a layout cuts
+between heads and never through one.
+
+Letters of shapes: b batch, s sequence, n heads, h head dimension, d hidden, m feed-forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from dsjax.mesh import Layout, constrain, current_layout, gathered
+
+__all__ = [
+    "Embedding", "GatedMLP", "Init", "Linear", "RMSNorm", "cut_axes", "normal", "rms_norm", "xavier_uniform",
+]  # fmt: skip
+
+Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+def cut_axes(layout: Layout | None, name: str, extent: int) -> tuple[str, ...]:
+    """Mesh axes over which an activation's dimension of this extent is cut in a shard_map.
+
+    One that does not divide (the rows of a last, partial batch) is whole on every device.
+    """
+    if layout is None:
+        return ()
+    axes = layout.active(name)
+    return axes if extent % math.prod([layout.axis_size(axis) for axis in axes]) == 0 else ()
+
+
+def normal(stddev: float) -> Init:
+    """Independent normal draws."""
+    return jax.nn.initializers.normal(stddev)
+
+
+def xavier_uniform(inputs: int, outputs: int) -> Init:
+    """Glorot & Bengio 2010 for a matrix of so many inputs and outputs, whatever dimensions it has."""
+    limit = math.sqrt(6.0 / (inputs + outputs))
+
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+    return draw
+
+
+class Linear(nnx.Module):
+    """A projection from the last dimensions of its input to new ones, without bias.
+
+    Args:
+      inputs, outputs: dimensions contracted and made; the kernel is [*inputs, *outputs].
+      init: draws the kernel.
+    """
+
+    def __init__(self, inputs: Sequence[int], outputs: Sequence[int], *, init: Init, rngs: nnx.Rngs):
+        self.contracted = len(inputs)
+        self.dtype: Any = None
+        self.kernel = nnx.Param(init(rngs.params(), (*inputs, *outputs), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.kernel[...]
+        dtype = self.dtype or kernel.dtype
+        return jnp.tensordot(x.astype(dtype), kernel.astype(dtype), self.contracted)
+
+
+class Embedding(nnx.Module):
+    """A table of vectors, [rows, features]; its dimensions are named (`vocab`, `embed`) in a layout."""
+
+    def __init__(self, rows: int, features: int, *, init: Init, rngs: nnx.Rngs):
+        self.dtype: Any = None
+        self.embedding = nnx.Param(init(rngs.params(), (rows, features), jnp.float32))
+
+    def table(self, prefix: str) -> jax.Array:
+        """The table gathered over `fsdp`. `prefix` is this layer's path in the model."""
+        return gathered({"embedding": self.embedding[...]}, prefix)["embedding"]
+
+    def __call__(self, tokens_bs: jax.Array) -> jax.Array:
+        """Vectors [b, s, d] of int32 [b, s] rows."""
+        table = self.embedding[...]
+        return _lookup(table, tokens_bs, jnp.dtype(self.dtype or table.dtype))
+
+
+def _lookup(table_vd: jax.Array, tokens_bs: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of a table that stays cut: over `tensor` along v, over `fsdp` along d.
+
+    Each device looks up its own columns for the tokens of all its `fsdp` peers and the parts change
+    places, which moves a vector a token instead of the whole table, forward and backward.
+    """
+    layout = current_layout()
+    if layout is None or layout.mesh.size == 1:
+        return jnp.take(table_vd, tokens_bs, axis=0, mode="clip").astype(dtype)
+    cut_rows = layout.axis_size("tensor") > 1
+    cut_columns = layout.axis_size("fsdp") > 1 and layout.fsdp_gather == "layer"
+    batch = cut_axes(layout, "batch", tokens_bs.shape[0])
+    sequence = cut_axes(layout, "sequence", tokens_bs.shape[1])
+    peers = cut_columns and "fsdp" in batch
+
+    def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        if peers:
+            tokens = jax.lax.all_gather(tokens, "fsdp", axis=0, tiled=True)
+        row = tokens
+        if cut_rows:
+            row = tokens - jax.lax.axis_index("tensor") * table.shape[0]
+        found = jnp.take(table, row, axis=0, mode="clip").astype(dtype)
+        if cut_rows:
+            mine = (row >= 0) & (row < table.shape[0])
+            found = jax.lax.psum(jnp.where(mine[..., None], found, 0), "tensor")
+        if peers:
+            return jax.lax.all_to_all(found, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+        return jax.lax.all_gather(found, "fsdp", axis=2, tiled=True) if cut_columns else found
+
+    tokens_spec = P(batch or None, sequence or None)
+    return jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(P("tensor" if cut_rows else None, "fsdp" if cut_columns else None), tokens_spec),
+        out_specs=P(*tokens_spec, None),
+        check_vma=False,
+    )(table_vd, tokens_bs)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last dimension, in fp32 inside (Zhang & Sennrich 2019)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` with a learned scale. It has no `dtype`: it is fp32 inside and keeps its input's type."""
+
+    def __init__(self, features: int, *, eps: float, rngs: nnx.Rngs):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
+
+    def __call__(self, x: jax.Array, prefix: str | None = None) -> jax.Array:
+        """x normalised; `prefix` is this layer's path where its scale is still cut over `fsdp`."""
+        scale = self.scale[...]
+        if prefix is not None:
+            scale = gathered({"scale": scale}, prefix)["scale"]
+        return rms_norm(x, scale, self.eps)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020).
+
+    Args:
+      init: (inputs, outputs) -> initialiser of a matrix of that size.
+    """
+
+    def __init__(self, features: int, hidden: int, *, init: Callable[[int, int], Init], rngs: nnx.Rngs):
+        self.gate_proj = Linear((features,), (hidden,), init=init(features, hidden), rngs=rngs)
+        self.up_proj = Linear((features,), (hidden,), init=init(features, hidden), rngs=rngs)
+        self.down_proj = Linear((hidden,), (features,), init=init(hidden, features), rngs=rngs)
+
+    def __call__(self, x_bsd: jax.Array) -> jax.Array:
+        hidden_bsm = jax.nn.silu(self.gate_proj(x_bsd)) * self.up_proj(x_bsd)
+        return self.down_proj(constrain(hidden_bsm, "batch", "sequence", "mlp"))

@@ -1,0 +1,87 @@
+"""A stack of equal layers: their parameters stacked, one loop over them, compiled once.
+
+Each parameter has a leading `layers` dimension.  The loop's body gathers its layer's parameters over
+`fsdp`, so that one layer is whole at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsjax.mesh import gathered
+
+
+def stacked(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
+    """One module that holds `layers` independently drawn ones along the leading dimension."""
+    create = nnx.vmap(lambda rngs: make(rngs), in_axes=(0,), out_axes=0)
+    return nnx.split_rngs(splits=layers)(create)(rngs)
+
+
+def run_stacked(
+    module: nnx.Module,
+    x: jax.Array,
+    call: Callable[[Any, jax.Array], jax.Array],
+    *,
+    prefix: str = "layers",
+    remat: str = "none",
+    unroll: bool = False,
+) -> jax.Array:
+    """Runs `call(layer, x) -> x` over the layers of a stacked module, in order.
+
+    Args:
+      module: from `stacked`; variables other than parameters are updated in place.
+      prefix: the module's path in the model.
+      remat: none; full (each layer is computed again in the backward pass); dots (all of it but
+        matrix products); every_N (the input of one layer in N is kept, the rest computed again). A
+        depth that N divides saves a copy of the parameters.
+      unroll: writes the layers out one by one instead of looping (faster on CPU; compile time then
+        grows with depth).
+    """
+    graph, params, others = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
+    depth = jax.tree.leaves(params)[0].shape[0]
+
+    def one(x: jax.Array, scanned: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+        own, rest = scanned
+        layer = nnx.merge(graph, gathered(own, prefix), rest, copy=True)
+        return call(layer, x), nnx.state(layer, nnx.Not(nnx.Param))
+
+    def run(step: Callable[..., Any], x: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
+        return jax.lax.scan(step, x, scanned, unroll=unroll or 1)
+
+    group = re.fullmatch(r"every_(\d+)", remat)
+    if group is None:
+        x, rest = run(_recomputed(one, remat), x, (params, others))
+        nnx.update(module, rest)
+        return x
+
+    size = min(int(group[1]), depth)
+    several = _recomputed(lambda x, scanned: run(one, x, scanned), "full")
+    parts = []
+    whole = depth // size * size
+    for start, end, length in ((0, whole, size), (whole, depth, depth - whole)):
+        if start < end:
+            groups = jax.tree.map(partial(_groups, start=start, end=end, size=length), (params, others))
+            x, rest = run(several, x, groups)
+            parts.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rest))
+    nnx.update(module, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
+    return x
+
+
+def _groups(leaf: jax.Array, *, start: int, end: int, size: int) -> jax.Array:
+    """Layers [start, end) in groups of `size`: [groups, size, ...]."""
+    return leaf[start:end].reshape(-1, size, *leaf.shape[1:])
+
+
+def _recomputed(step: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    if remat == "none":
+        return step
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    # Inside a scan the compiler cannot merge the second computation with the first.
+    return jax.checkpoint(step, policy=policy, prevent_cse=False)
