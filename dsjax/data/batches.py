@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_AHEAD = 4
+_AHEAD = 2
+"""Batches a thread holds ready: whole ones, so a few are plenty."""
 
 
 class _Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], place: str):
         self._tokens, self._place = dict(tokens), place
-        self._marks = "generation %}" in source or "generation -%}" in source
+        self._marks = re.search(r"\bgeneration\s*-?%}", source) is not None
         self._template = _compile(source, place)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, Spans]:
@@ -47,7 +48,7 @@ class ChatTemplate:
         spans = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._text(messages[:number], tools, prompt=True) if number else ""
+                before = self._text(messages[:number], tools, prompt=True)
                 turn = self._text(messages[: number + 1], tools)
                 spans.append(self._span(text, before, turn, message.get("content") or "", number))
         return text, spans

@@ -120,7 +120,7 @@ class _MapLoader(StepLoader):
 
         if start >= len(self._batches):
             return
-        # As few batches ahead as threads: they are whole batches, not small records.
+        # Few ahead: they are whole batches, not small records.
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
         batches = iter(self._batches.to_iter_dataset(options, allow_nones=True))
         batches.set_state({"next_index": start})

@@ -21,6 +21,7 @@ from dsjax.errors import ConfigError, InternalError
 
 _LONGEST_LINE = 4096
 _PAUSE_SECONDS = 0.2
+_TELL_SECONDS = 0.3
 _RANKS_NAMED = 16  # in a message
 
 
@@ -70,15 +71,11 @@ def meet(meeting: Meeting, timeout: float) -> None:
         _Guest(meeting, timeout).wait(deadline)
 
 
-def _missed(meeting: Meeting, missing: list[int], timeout: float) -> InternalError:
-    ranks = ", ".join(map(str, missing[:_RANKS_NAMED]))
-    if len(missing) > _RANKS_NAMED:
-        ranks += f" and {len(missing) - _RANKS_NAMED} more"
-    which, have = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
+def _missed(meeting: Meeting, who: str, timeout: float) -> InternalError:
     return InternalError(
-        f"{which} {ranks} of {meeting.processes} {have} not come within {timeout:.0f} s; rank {meeting.rank} "
-        f"waited at {meeting.address} (by {meeting.source}). See whether that process started and can reach "
-        "this address; runtime.distributed_timeout is how long to wait"
+        f"{who} not come within {timeout:.0f} s; rank {meeting.rank} waited at {meeting.address} (by "
+        f"{meeting.source}). See whether that process started and can reach this address; "
+        "runtime.distributed_timeout is how long to wait"
     )
 
 
@@ -102,7 +99,7 @@ class _Peer:
         *whole, self._buffer = (self._buffer + data).split(b"\n")
         try:
             said = [json.loads(line) for line in whole]
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         ours = data and len(self._buffer) <= _LONGEST_LINE and all(isinstance(one, dict) for one in said)
         return said if ours else None
@@ -120,6 +117,7 @@ class _Host:
         self._meeting, self._timeout = meeting, timeout
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
+        self._told: tuple[str, float] = ("", 0.0)  # who was said to be missing, and when
 
     def wait(self, deadline: float) -> None:
         with contextlib.ExitStack() as stack:
@@ -131,11 +129,12 @@ class _Host:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     self._give_up()
-                for key, _ in self._selector.select(left):
+                for key, _ in self._selector.select(min(left, _TELL_SECONDS)):
                     if key.data is None:
                         self._accept(listener)
                     else:
                         self._read(key.data)
+                self._tell_news()
             self._selector.unregister(listener)
             # The port is free before the others look for jax's service there.
             listener.close()
@@ -174,29 +173,36 @@ class _Host:
 
     def _read(self, peer: _Peer) -> None:
         said = peer.lines()
-        if said is None:
+        if said is None or not all(self._greet(peer, message) for message in said):
             self._drop(peer)
-        for message in said or []:
-            self._greet(peer, message)
+
+    def _who(self) -> str:
+        """Those who are missing, as a sentence begins."""
+        missing = self._missing()
+        ranks = ", ".join(map(str, missing[:_RANKS_NAMED]))
+        if len(missing) > _RANKS_NAMED:
+            ranks += f" and {len(missing) - _RANKS_NAMED} more"
+        if len(missing) == 1:
+            return f"rank {ranks} of {self._meeting.processes} has"
+        return f"ranks {ranks} of {self._meeting.processes} have"
 
     def _give_up(self) -> NoReturn:
-        self._tell(missing=self._missing())
-        raise _missed(self._meeting, self._missing(), self._timeout)
+        self._tell(missing=self._who())
+        raise _missed(self._meeting, self._who(), self._timeout)
 
-    def _greet(self, peer: _Peer, message: dict[str, Any]) -> None:
+    def _greet(self, peer: _Peer, message: dict[str, Any]) -> bool:
+        """Takes what a peer says; whether it is one of us."""
         if message.get("gave_up") and peer.rank is not None:
             self._give_up()  # its time was up first; without it the job cannot start
         rank, processes = message.get("rank"), message.get("processes")
         if not isinstance(rank, int) or not isinstance(processes, int):
-            self._drop(peer)
-            return
+            return False
         if processes != self._meeting.processes or not 0 < rank < processes:
             peer.say(
                 refused=f"rank {rank} was told of {processes} processes but rank 0 at "
                 f"{self._meeting.address} of {self._meeting.processes}; is another job using this address?"
             )
-            self._drop(peer)
-            return
+            return False
         peer.rank, peer.name = rank, str(message.get("name"))
         if rank in self._peers:
             fault = (
@@ -207,14 +213,20 @@ class _Host:
             self._tell(refused=fault)
             raise ConfigError(fault)
         self._peers[rank] = peer
-        self._tell(waiting=self._missing())
+        return True
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         if peer.rank is not None and self._peers.get(peer.rank) is peer:
             del self._peers[peer.rank]
-            self._tell(waiting=self._missing())
+
+    def _tell_news(self) -> None:
+        """Says who is still missing, if that has changed; not at each of a thousand arrivals."""
+        now = time.monotonic()
+        if self._missing() and now - self._told[1] >= _TELL_SECONDS and self._told[0] != self._who():
+            self._told = self._who(), now
+            self._tell(waiting=self._who())
 
     def _tell(self, **message: Any) -> None:
         for peer in self._peers.values():
@@ -237,7 +249,7 @@ class _Guest:
 
     def __init__(self, meeting: Meeting, timeout: float):
         self._meeting, self._timeout = meeting, timeout
-        self._waiting: list[int] | None = None
+        self._waiting = ""  # who is missing, by rank 0's latest words
         self._trouble = "it never answered"
 
     def wait(self, deadline: float) -> None:
@@ -270,7 +282,7 @@ class _Guest:
 
     def _ask(self, deadline: float) -> bool:
         """Comes once; whether all have come. False: try again."""
-        self._waiting = None
+        self._waiting = ""
         try:
             with self._connect(deadline) as connection:
                 peer = _Peer(connection)
@@ -286,7 +298,7 @@ class _Guest:
             peer.connection.settimeout(left)
             said = peer.lines()
             if said is None:
-                self._waiting = None
+                self._waiting = ""
                 self._trouble = "something answers there, but not as rank 0 of a starting job does"
                 return False
             for message in said:
@@ -295,7 +307,7 @@ class _Guest:
                 if "refused" in message:
                     raise ConfigError(str(message["refused"]))
                 if "missing" in message:
-                    raise _missed(self._meeting, list(message["missing"]), self._timeout)
-                self._waiting = [int(rank) for rank in message.get("waiting", [])]
+                    raise _missed(self._meeting, str(message["missing"]), self._timeout)
+                self._waiting = str(message.get("waiting", self._waiting))
         peer.say(gave_up=True)
         return False

@@ -105,7 +105,8 @@ def draw(title: str, unit: str, series: Sequence[Series], *, scale: Scale = "lin
         share = (scaled(value) - scaled(low)) / (scaled(high) - scaled(low))
         return round(chart.bottom - share * (chart.bottom - chart.top), 1)
 
-    chart.y_ticks = [(y_of(tick), number(tick)) for tick in y_ticks]
+    labels = [number(tick) for tick in y_ticks] if chart.logarithmic else _labels(y_ticks)
+    chart.y_ticks = [(y_of(tick), label) for tick, label in zip(y_ticks, labels, strict=True)]
     inside = [t for t in _ticks(first, last, 6) if first <= t <= last and t == int(t)] or [first]
     chart.x_ticks = [(x_of(tick), f"{tick:,.0f}") for tick in inside]
     for one in shown:
@@ -138,6 +139,16 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
     step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(i * step, 12 - math.floor(math.log10(step))) for i in range(first, last + 1)]
+
+
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """Evenly spaced ticks with as many decimals as all of them need."""
+    largest = max(abs(tick) for tick in ticks)
+    if 1e-3 <= largest < 1e6:
+        for decimals in range(7):
+            if all(abs(round(tick, decimals) - tick) < 1e-9 * largest for tick in ticks):
+                return [f"{tick:,.{decimals}f}" for tick in ticks]
+    return [number(tick) for tick in ticks]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

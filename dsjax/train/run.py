@@ -55,7 +55,7 @@ def evaluate(config: Config) -> int:
     sets = _open_eval(job)
     if not sets:
         raise ConfigError("eval: nothing to evaluate; name eval.sets or hold documents out (data.holdout)")
-    state = job.trainer.restore()
+    state = _restored(job)
     results = {name: job.trainer.evaluate(state, one.batches) for name, one in sets.items()}
     show(eval_table(results, sets, _compressed(config, sets), step=int(state.step)))
     return 0
@@ -77,9 +77,21 @@ def generate(
       InputError: there is no checkpoint, or the prompt is empty for a tokenizer without a first token.
     """
     job = assemble(config)
-    state = job.trainer.restore()
+    state = _restored(job)
     _complete(job, state, prompt, max_tokens, Sampling(temperature, top_k, top_p), seed)
     return 0
+
+
+def _restored(job: Assembled) -> State:
+    """The newest state, if the tokenizer is still the one that it was trained with."""
+    state, facts = job.trainer.restore_with_facts()
+    trained = (facts.get("loader") or {}).get("tokenizer")
+    if trained is not None and trained != job.tokenizer.fingerprint:
+        raise InputError(
+            f"data.tokenizer: {job.tokenizer.name} is not the tokenizer that {job.config.run.directory} was trained "
+            "with; set it to that one's file"
+        )
+    return state
 
 
 def _open_eval(job: Assembled) -> Mapping[str, EvalData]:

@@ -244,9 +244,10 @@ class Trainer:
         Raises:
           InputError: there is none, it cannot be read, or it is of another model.
         """
-        return self._restore(step)[0]
+        return self.restore_with_facts(step)[0]
 
-    def _restore(self, step: int | None) -> tuple[State, dict[str, Any]]:
+    def restore_with_facts(self, step: int | None = None) -> tuple[State, dict[str, Any]]:
+        """As `restore`, and what was written beside the state: step, time, mesh, processes, loader."""
         if step is None:
             step = self.checkpoints.latest_step()
             if step is None:
@@ -336,7 +337,7 @@ class Trainer:
         if latest is None:
             return self._fresh_state(), {}, []
         differences = self.directory.check_resume()
-        state, meta = self._restore(latest)
+        state, meta = self.restore_with_facts(latest)
         return state, meta, differences
 
     def _fresh_state(self) -> State:

@@ -63,6 +63,12 @@ def test_loss_is_on_the_assistant_with_its_end_token(chat_tokenizer: str) -> Non
     )
 
 
+def test_a_conversation_may_begin_with_the_assistant(chat_tokenizer: str) -> None:
+    tokenizer = load(chat_tokenizer)
+    ids, mask = tokenizer.chat(TALK[1:3])
+    assert marked(tokenizer, ids, mask) == ["hey\nyou<|im_end|>"] and ids.count(BOS) == 1
+
+
 def test_tools_reach_the_template(chat_tokenizer: str) -> None:
     tokenizer = load(chat_tokenizer)
     ids, _ = tokenizer.chat(TALK, [{"name": "añadir"}])

@@ -114,6 +114,14 @@ def test_a_rank_that_comes_and_dies_is_missing_until_it_comes_again():
     assert "ranks 1, 2 of 3" in str(ranks.join()[0])
 
 
+def test_very_many_are_counted():
+    ranks = Ranks(100)
+    for rank in (0, 5):
+        ranks.start(rank, 1)
+    for error in ranks.join().values():
+        assert "ranks 1, 2, 3, 4, 6, 7" in str(error) and "17 and 82 more of 100 have not come" in str(error)
+
+
 def test_strangers_are_dropped():
     ranks = Ranks(2)
     ranks.start(0, 10)
@@ -123,7 +131,8 @@ def test_strangers_are_dropped():
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\xfe\x00" * 3000,
         b"[1]\n",
-        b'{"rank": "1"}\n',
+        b'{"rank": "1"}\n' * 2,
+        b"[" * 60000 + b"\n",
         b'{"rank": 0, "processes": 2}\n',
         b"",
     ):

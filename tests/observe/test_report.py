@@ -184,6 +184,21 @@ def test_everything_lies_inside_the_chart_and_ticks_are_in_order(values, scale):
         assert chart.y_ticks[0][1] == "0"
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "first", "last"),
+    [
+        (5.461, 5.58, "5.46", "5.58"),
+        (0, 1850, "0", "2,000"),
+        (0, 3e-4, "0", "0.0003"),
+        (-1, 1.2, "-1.0", "1.5"),
+    ],
+)
+def test_tick_labels_of_a_chart_have_the_same_decimals(low, high, first, last):
+    labels = [text for _, text in draw("t", "u", [Series("s", [(0, low), (1, high)])]).y_ticks]
+    assert (labels[0], labels[-1]) == (first, last)
+    assert high < 1e-3 or len({len(text.partition(".")[2]) for text in labels}) == 1
+
+
 def test_a_higher_value_lies_higher():
     chart = draw("t", "u", [Series("s", [(0, 1.0), (10, 3.0)])])
     (x0, y0, *_), (x1, y1, *_) = chart.series[0].hover
