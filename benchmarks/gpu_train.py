@@ -95,7 +95,9 @@ def measure(policy: str, quick: bool, batch: int, remat: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, on whatever device there is")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step")
@@ -107,7 +109,12 @@ def main() -> None:
         if kind is None:
             cases.append({"policy": policy, "skipped": f"precision.policy {policy} is not in this version"})
         elif device.platform != "gpu" and not options.quick:
-            cases.append({"policy": policy, "skipped": f"no GPU here (found {device.device_kind}); --quick runs anyway"})
+            cases.append(
+                {
+                    "policy": policy,
+                    "skipped": f"no GPU here (found {device.device_kind}); --quick runs anyway",
+                }
+            )
         else:
             cases.append(measure(policy, options.quick, options.batch, options.remat))
     keys = ("mfu", "tokens_per_second", "peak_bytes", "planned_bytes")

@@ -79,9 +79,7 @@ def program_of(settings: Mapping[str, Any]) -> Program:
     config = config_of(settings)
     train = config.train
     devices = jax.devices()[: int(np.prod([settings[axis] for axis in AXES]))]
-    spec = build(
-        config.model, platform="cpu", vocab_size_hint=VOCAB, remat=train.remat, max_length=LENGTH
-    )
+    spec = build(config.model, platform="cpu", vocab_size_hint=VOCAB, remat=train.remat, max_length=LENGTH)
     schedule = make_schedule(config.optimizer.schedule, config.optimizer.learning_rate, train.steps)
     recipe = Recipe(
         init=spec.init,

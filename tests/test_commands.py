@@ -94,7 +94,9 @@ def test_the_trunk_train_eval_generate_list_inspect(place: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert f"{evaluated['loss']:.4f}" in shown.stdout
 
-    first = dsjax(place, "generate", "run.yaml", "--prompt", "word1 ", "--max-tokens", "8", "--temperature", "0")
+    first = dsjax(
+        place, "generate", "run.yaml", "--prompt", "word1 ", "--max-tokens", "8", "--temperature", "0"
+    )
     other = dsjax(
         place, "generate", "run.yaml", "mesh.context=2", "runtime.cpu_devices=2", "--prompt", "word1 ",
         "--max-tokens", "8", "--temperature", "0",
@@ -152,7 +154,10 @@ def test_two_processes_train_as_one(place: Path) -> None:
         (["mesh.fsdp=3"], r"mesh: .*3 devices but there are 1"),
         (["runtime.cpu_devices=8", "mesh.tensor=8"], r"num_attention_heads|q_proj|heads"),
         (["runtime.cpu_devices=8", "train.global_batch_size=12"], r"train\.global_batch_size: 12 .*8 or 16"),
-        (["runtime.cpu_devices=4", "mesh.context=4", "train.sequence_length=36"], r"train\.sequence_length 36"),
+        (
+            ["runtime.cpu_devices=4", "mesh.context=4", "train.sequence_length=36"],
+            r"train\.sequence_length 36",
+        ),
         (["data.paths=nothing"], r"data\.paths: nothing does not exist"),
         (["model.vocab_size=100"], r"vocab_size"),
         (["model.hiden_size=100"], r"model\.hiden_size.*hidden_size"),

@@ -42,7 +42,9 @@ def allowed(case: Mapping[str, Any]) -> bool:
 
 
 def pairs_of(case: Mapping[str, Any]) -> set[tuple[Any, ...]]:
-    return set(itertools.combinations(sorted(case.items(), key=lambda item: list(SETTINGS).index(item[0])), 2))
+    return set(
+        itertools.combinations(sorted(case.items(), key=lambda item: list(SETTINGS).index(item[0])), 2)
+    )
 
 
 def pairwise() -> list[dict[str, Any]]:

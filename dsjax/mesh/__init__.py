@@ -1,6 +1,14 @@
 """Named mesh axes and the rules that place parameters and activations on them."""
 
-from dsjax.mesh.axes import AXES, BATCH_AXES, batch_shards, make_mesh, process_rows, resolve_sizes, zigzag_order
+from dsjax.mesh.axes import (
+    AXES,
+    BATCH_AXES,
+    batch_shards,
+    make_mesh,
+    process_rows,
+    resolve_sizes,
+    zigzag_order,
+)
 from dsjax.mesh.layout import (
     Layout,
     constrain,

@@ -34,9 +34,13 @@ def resolve_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
             )
         full[free[0]] = devices // known
     elif known != devices:
-        hint = f"set mesh.fsdp to {devices // known * full['fsdp']} or to -1" if devices % known == 0 else (
-            f"set mesh.fsdp to -1 and let the other axes multiply to one of "
-            f"{', '.join(map(str, divisors(devices)))}"
+        hint = (
+            f"set mesh.fsdp to {devices // known * full['fsdp']} or to -1"
+            if devices % known == 0
+            else (
+                f"set mesh.fsdp to -1 and let the other axes multiply to one of "
+                f"{', '.join(map(str, divisors(devices)))}"
+            )
         )
         raise ConfigError(
             f"mesh: {shown} is {known} devices but there are {devices}; {hint} "

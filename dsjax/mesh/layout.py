@@ -156,7 +156,7 @@ class Layout:
         sizes["data"] = 1
         sizes["data"] = max(1, devices // math.prod(sizes.values()))
         if math.prod(sizes.values()) != devices:
-            sizes = {axis: 1 for axis in sizes} | {"data": devices}
+            sizes = dict.fromkeys(sizes, 1) | {"data": devices}
         chosen = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if axis != "pipeline")
         return f"a layout that divides: {chosen}"
 

@@ -35,5 +35,5 @@ def apply_policy(model: nnx.Module, dtype: Any) -> nnx.Module:
         if not isinstance(node, nnx.Module) or isinstance(node, _KEEP_FP32):
             continue
         if getattr(node, "dtype", ...) is None:
-            node.dtype = dtype
+            setattr(node, "dtype", dtype)  # noqa: B010  the type checker knows no such attribute
     return model

@@ -90,7 +90,9 @@ def tokens_after(
     buffer = np.zeros((batch_shards(program.mesh), size), np.int32)
     buffer[:, : len(prompt)] = prompt
     sharding = NamedSharding(program.mesh, P(BATCH_AXES))
-    tokens = jax.make_array_from_callback(buffer.shape, sharding, lambda index: buffer[index].copy())
+    tokens: jax.Array = jax.make_array_from_callback(
+        buffer.shape, sharding, lambda index: buffer[index].copy()
+    )
     key = jax.random.key(seed)
     for length in range(len(prompt), len(prompt) + max_tokens):
         token, tokens = one(state.params, state.model_state, tokens, np.int32(length), key)

@@ -31,7 +31,8 @@ def compiled_bytes(compiled: Any) -> int | None:
 def bytes_a_device(tree: Any) -> int:
     """Bytes that each device holds of a tree of (abstract) arrays with shardings."""
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
     )
 
 
@@ -88,9 +89,7 @@ def refuse_oversized(
       alternatives: settings as they would be typed, each with a function that compiles the step
         with them and returns its bytes a device.
     """
-    lines = [
-        f"the training step needs {needed / GIB:.2f} GiB a device and there are {limit / GIB:.2f} GiB"
-    ]
+    lines = [f"the training step needs {needed / GIB:.2f} GiB a device and there are {limit / GIB:.2f} GiB"]
     fitting = []
     for text, measure in alternatives:
         size = measure()

@@ -125,9 +125,7 @@ def _muon(
                 muon_weight_dimension_numbers=dimensions,
                 consistent_rms=0.2,
             ),
-            "adamw": optax.adamw(
-                learning_rate, b1, b2, config.eps, weight_decay=decay, mask=matrices
-            ),
+            "adamw": optax.adamw(learning_rate, b1, b2, config.eps, weight_decay=decay, mask=matrices),
         },
         lambda params: map_named(lambda p, leaf: "muon" if hidden(p, leaf) else "adamw", params),
     )

@@ -94,7 +94,8 @@ class Program:
             self.mesh, {**_declared_axes(abstract), **recipe.param_axes}, fsdp_gather=self.fsdp_gather
         )
         self._filter = _trainable_filter(self.trainable)
-        graph, params, model_state = nnx.split(abstract, self._filter, ...)
+        graph, *states = nnx.split(abstract, self._filter, ...)
+        params, model_state = states
         if self.trainable and not jax.tree.leaves(params):
             raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(self.trainable)}")
         self.layout.check(nnx.state(abstract, nnx.Param))
@@ -155,7 +156,8 @@ class Program:
         refuse_oversized_state(self.abstract_state, list(self.mesh.devices.flat))
 
         def make(key: jax.Array) -> State:
-            _, params, model_state = nnx.split(self._model(key), self._filter, ...)
+            _, *states = nnx.split(self._model(key), self._filter, ...)
+            params, model_state = states
             return first_state(params, model_state, self.parts.optimizer.init(params))
 
         started = time.monotonic()
@@ -366,7 +368,9 @@ def _leading_rows(batch: Any) -> int:
     rows = {name: (np.shape(leaf) or (0,))[0] for name, leaf in leaves.items()}
     if len(set(rows.values())) != 1 or 0 in rows.values():
         shown = ", ".join(f"{name or 'batch'}: {np.shape(leaf)}" for name, leaf in leaves.items())
-        raise InputError(f"the arrays of a batch have the examples as their first dimension, all alike; got {shown}")
+        raise InputError(
+            f"the arrays of a batch have the examples as their first dimension, all alike; got {shown}"
+        )
     return next(iter(rows.values()))
 
 

@@ -87,8 +87,10 @@ class Recorder:
 
     def __exit__(self, *error: Any) -> None:
         self.progress.__exit__(*error)
-        for sink in [*self._sinks, self.metrics, self.events]:
+        for sink in self._sinks:
             sink.close()
+        self.metrics.close()
+        self.events.close()
 
     def start_clock(self) -> None:
         """Starts timing anew: what went before (compiling, saving, evaluating) is not a step's time."""
@@ -165,7 +167,11 @@ class Recorder:
     def _skipped(self, step: int, values: Mapping[str, Any]) -> None:
         reason = "no example of the batch has weight"
         if float(values["tokens"]) > 0:
-            reason = "the loss is not finite" if not math.isfinite(values["loss"]) else "the gradient is not finite"
+            reason = (
+                "the loss is not finite"
+                if not math.isfinite(values["loss"])
+                else "the gradient is not finite"
+            )
         self.event("skipped", step, reason=reason, in_a_row=int(values["skipped"]))
         self.progress.message(f"step {step} skipped: {reason}; parameters unchanged")
         if int(values["skipped"]) >= self._give_up_after:

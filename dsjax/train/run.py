@@ -164,4 +164,3 @@ def _dry_run(job: Assembled) -> int:
     ]:
         show(f"# {line}")
     return 0
-

@@ -42,9 +42,7 @@ def first_state(params: nnx.State, model_state: nnx.State, opt_state: Any) -> St
     def zero() -> jax.Array:
         return jnp.zeros((), jnp.int32)
 
-    return State(
-        zero(), zero(), zero(), zero(), jnp.zeros((2,), jnp.float32), params, model_state, opt_state
-    )
+    return State(zero(), zero(), zero(), zero(), jnp.zeros((2,), jnp.float32), params, model_state, opt_state)
 
 
 def add_exactly(total: jax.Array, value: jax.Array) -> jax.Array:

@@ -104,9 +104,7 @@ def _kept_state(model: nnx.Module, before: nnx.State) -> nnx.State:
     return nnx.State.from_flat_path({path: kept(path, v) for path, v in before.flat_state()})
 
 
-def accumulated(
-    parts: StepParts, state: State, batch: Batch, params: nnx.State
-) -> tuple[Sums, nnx.State]:
+def accumulated(parts: StepParts, state: State, batch: Batch, params: nnx.State) -> tuple[Sums, nnx.State]:
     """Sums and gradients over the microbatches of a batch whose leaves are [A, B / A, ...]."""
     leading = jax.tree.leaves(batch)[0].shape[:2]
     positions = jnp.arange(leading[0] * leading[1], dtype=jnp.int32).reshape(leading)

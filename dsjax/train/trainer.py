@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from dsjax.train.signals import stop_on_signals
 from dsjax.train.state import State
 from dsjax.train.tracing import trace_window
 
-Optimizer = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+Optimizer: TypeAlias = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 
 
 class Trainer:
@@ -106,7 +107,9 @@ class Trainer:
         config = from_dict({**values, "model": {"kind": "python"}})
         setup(config.runtime)
         made = _as_optimizer(optimizer, learning_rate)
-        recipe = Recipe(init, loss, lambda names_of: made, _as_schedule(learning_rate), dict(param_axes or {}))
+        recipe = Recipe(
+            init, loss, lambda names_of: made, _as_schedule(learning_rate), dict(param_axes or {})
+        )
         self._start(recipe, config, devices, compiler_options)
 
     @classmethod
@@ -251,7 +254,9 @@ class Trainer:
         if step is None:
             step = self.checkpoints.latest_step()
             if step is None:
-                raise InputError(f"no checkpoint in {self.checkpoints.directory}; train first, or set run.dir")
+                raise InputError(
+                    f"no checkpoint in {self.checkpoints.directory}; train first, or set run.dir"
+                )
         refuse_oversized_state(self.program.abstract_state, list(self.mesh.devices.flat))
         return self.checkpoints.restore(step, self.program.abstract_state)
 
@@ -293,7 +298,9 @@ class Trainer:
             state, meta, differences = self._first_state(state)
             step, resumed = int(state.step), int(state.step) > 0
             if step >= steps:
-                say(f"{self.directory.path}: step {step} of {steps} is done already; raise train.steps to go on")
+                say(
+                    f"{self.directory.path}: step {step} of {steps} is done already; raise train.steps to go on"
+                )
                 return state
             self.checkpoints.prepare()
             self.directory.check_space(self.checkpoints.directory, state_bytes(state))
@@ -350,10 +357,16 @@ class Trainer:
         if latest is None:
             raise InputError(f"run.init_from {source}: holds no checkpoint")
         like = {"params": self.program.abstract_state.params}
-        return state.replace(params=other.restore_part(latest, like)["params"])
+        return replace(state, params=other.restore_part(latest, like)["params"])
 
     def _plan(
-        self, steps: int, stop_after: int | None, eval_loader: Any, on_eval: Any, on_checkpoint: Any, data: Any
+        self,
+        steps: int,
+        stop_after: int | None,
+        eval_loader: Any,
+        on_eval: Any,
+        on_checkpoint: Any,
+        data: Any,
     ) -> loop.Plan:
         sets = eval_loader if isinstance(eval_loader, Mapping) else {"eval": eval_loader}
         sets = {name: loader for name, loader in sets.items() if loader is not None}
@@ -408,7 +421,11 @@ class Trainer:
     def _last_good(self) -> str:
         latest = self.checkpoints.latest_step()
         place = self.checkpoints.directory
-        return f"the last good checkpoint is {place / str(latest)}" if latest is not None else "no checkpoint was saved"
+        return (
+            f"the last good checkpoint is {place / str(latest)}"
+            if latest is not None
+            else "no checkpoint was saved"
+        )
 
 
 def say(text: str) -> None:

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import ConfigError
-from dsjax.mesh import Layout, batch_shards, constrain, make_mesh, process_rows, resolve_sizes, use_layout, zigzag_order
+from dsjax.mesh import (
+    Layout,
+    batch_shards,
+    constrain,
+    make_mesh,
+    process_rows,
+    resolve_sizes,
+    use_layout,
+    zigzag_order,
+)
 
 
 def test_the_free_axis_takes_the_rest() -> None:
@@ -68,7 +77,9 @@ def test_a_dimension_that_does_not_divide_is_named_with_a_layout_that_works() ->
     with pytest.raises(ConfigError) as error:
         placed.check(shapes)
     assert "w: dimension 1 (mlp, 10) does not divide over mesh.tensor 4" in error.value.faults[0]
-    words = dict(word.removeprefix("mesh.").split("=") for word in error.value.faults[-1].split() if "=" in word)
+    words = dict(
+        word.removeprefix("mesh.").split("=") for word in error.value.faults[-1].split() if "=" in word
+    )
     works = Layout(make_mesh({axis: int(size) for axis, size in words.items()}), placed.param_axes)
     works.check(shapes)
 
@@ -77,7 +88,9 @@ def test_names_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"w: 'mpl' names no axis.*mlp"):
         layout({"fsdp": 8}, w=("embed", "mpl")).check({"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)})
     with pytest.raises(ConfigError, match="names 3 dimensions"):
-        layout({"fsdp": 8}, w=("layers", "embed", "mlp")).check({"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)})
+        layout({"fsdp": 8}, w=("layers", "embed", "mlp")).check(
+            {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+        )
     with use_layout(layout({"fsdp": 8})), pytest.raises(ConfigError, match="'btach' names no axis"):
         constrain(jnp.zeros((8, 8)), "btach", None)
 

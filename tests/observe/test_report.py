@@ -187,7 +187,7 @@ def test_everything_lies_inside_the_chart_and_ticks_are_in_order(values, scale):
 @pytest.mark.parametrize(
     ("low", "high", "first", "last"),
     [
-        (5.461, 5.58, "5.46", "5.58"),
+        (5.461, 5.58, "5.450", "5.600"),
         (0, 1850, "0", "2,000"),
         (0, 3e-4, "0", "0.0003"),
         (-1, 1.2, "-1.0", "1.5"),

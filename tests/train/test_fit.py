@@ -171,9 +171,15 @@ def test_resume_must_and_never(tmp_path: Path) -> None:
 
 
 def test_a_bare_iterator_trains_and_says_that_it_cannot_resume(tmp_path: Path, capsys: Any) -> None:
-    batches = (jax.tree.map(lambda *rows: np.stack(rows), *[example(i) for i in range(ROWS)]) for _ in range(3))
+    batches = (
+        jax.tree.map(lambda *rows: np.stack(rows), *[example(i) for i in range(ROWS)]) for _ in range(3)
+    )
     dsjax.Trainer(
-        lambda rngs: Net(rngs=rngs), loss, optax.sgd(0.1), run={"dir": str(tmp_path)}, observe={"progress": "plain"}
+        lambda rngs: Net(rngs=rngs),
+        loss,
+        optax.sgd(0.1),
+        run={"dir": str(tmp_path)},
+        observe={"progress": "plain"},
     ).fit(batches, steps=3)
     assert "cannot" in capsys.readouterr().out
     with pytest.raises(dsjax.InputError, match="ended before step"):

@@ -49,7 +49,9 @@ def test_a_schedule_takes_these_values(kind: str, points: dict[int, float]) -> N
 
 
 def test_no_warm_up_and_given_decay() -> None:
-    schedule = make_schedule(ScheduleConfig(kind="linear", warmup_steps=0, decay_steps=4, min_lr_ratio=0.0), 2.0, 100)
+    schedule = make_schedule(
+        ScheduleConfig(kind="linear", warmup_steps=0, decay_steps=4, min_lr_ratio=0.0), 2.0, 100
+    )
     assert [float(schedule(u)) for u in range(6)] == pytest.approx([2.0, 1.5, 1.0, 0.5, 0.0, 0.0])
 
 

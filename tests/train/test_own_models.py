@@ -114,9 +114,11 @@ def trained(kind: str, mesh: dict[str, int], devices: int, directory: Path, accu
 
 @pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_unannotated_model_trains_as_on_one_device(kind: str, mesh: dict[str, int], tmp_path: Path) -> None:
+def test_an_unannotated_model_trains_as_on_one_device(
+    kind: str, mesh: dict[str, int], tmp_path: Path
+) -> None:
     _, alone, want = trained(kind, {"fsdp": 1}, 1, tmp_path)
-    trainer, state, got = trained(kind, mesh, 8, tmp_path)
+    _, state, got = trained(kind, mesh, 8, tmp_path)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     for part in ("params", "model_state"):
         expected = named_leaves(getattr(alone, part))
