@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ _CANNOT_RESUME = (
 )
 
 
-class StepLoader:
+class StepLoader(ABC):
     """Batches for a training loop.
 
     Attributes:
@@ -28,15 +29,15 @@ class StepLoader:
         self.notes: list[str] = []
         self.log_examples: Callable[[int, int], None] | None = None
 
+    @abstractmethod
     def iterate(self, start: int) -> Iterator[Any]:
         """Batches number `start` (from 0), `start` + 1, ..."""
-        raise NotImplementedError
 
     def state(self, step: int) -> Any:
         """What `restore` needs beside the number of the next batch, as JSON can hold it; or None."""
         return None
 
-    def restore(self, saved: Any, start: int) -> None:
+    def restore(self, saved: Any, start: int) -> None:  # noqa: B027  most need no more than the number
         """Prepares to go on at batch `start`, with what `state` returned then (None: nothing saved).
 
         Raises:

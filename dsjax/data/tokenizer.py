@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ _KNOWN_EOS = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>")
 _PIECE = 4 << 20
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """Text to token ids and back.
 
     Attributes:
@@ -46,21 +47,21 @@ class Tokenizer:
     eos_id: int | None
     fingerprint: str
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of `text` alone: no BOS or EOS, and no special token is recognised in it."""
-        raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens are left out, bytes that are no UTF-8 become U+FFFD."""
-        raise NotImplementedError
 
+    @abstractmethod
     def spec(self) -> dict[str, str]:
         """What `from_spec` makes the same tokenizer of, in another process."""
-        raise NotImplementedError
 
     def frame(self, ids: Sequence[int]) -> list[int]:
         """A document's ids with BOS before and EOS after.
