@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ class Framework:
 
     def __init__(self, config: Config, batches: list[dict[str, np.ndarray]]):
         self.trainer = assemble(config).trainer
-        self.batches, self.state = batches, None
+        self.batches, self.state = cycle(batches), None
         self.losses: list[float] = []
         placed = self.trainer.program.place(batches[0])
         self.bytes = compiled_bytes(self.trainer.program.step(placed))
@@ -104,7 +105,7 @@ class Framework:
 
         def loader() -> Iterator[Any]:
             times.append(time.perf_counter())
-            yield from cycle(self.batches)
+            yield from self.batches
 
         def on_step(step: int, metrics: Any) -> None:
             times.append(time.perf_counter())
@@ -131,7 +132,9 @@ class Sizes:
         fields = config.model.fields
         self.d, self.f = fields["hidden_size"], fields["intermediate_size"]
         self.layers, self.vocab = fields["num_hidden_layers"], fields["vocab_size"]
-        self.n, self.k, self.h = (fields[f] for f in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        self.n, self.k, self.h = (
+            fields[f] for f in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
         self.theta = fields["rope_theta"]
         self.rows, self.length = config.train.global_batch_size, config.train.sequence_length
 
@@ -162,16 +165,22 @@ def rope(x: jax.Array, z: Sizes) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def loss_by_hand(params: Params, tokens: jax.Array, targets: jax.Array, z: Sizes, matched: bool) -> jax.Array:
+def loss_by_hand(params: Params, batch: Any, z: Sizes, matched: bool) -> jax.Array:
     """Mean next-token loss; `matched`: layers written out, this framework's attention."""
+    tokens, targets, segments = batch
+
+    attend = (
+        partial(attention, segment_ids_bs=segments)
+        if matched
+        else partial(jax.nn.dot_product_attention, is_causal=True)
+    )
 
     def layer(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
         y = rms_norm(x, w["norm1"])
         q = rope((y @ w["q"]).reshape(z.rows, z.length, z.n, z.h), z)
         k = rope((y @ w["k"]).reshape(z.rows, z.length, z.k, z.h), z)
         v = (y @ w["v"]).reshape(z.rows, z.length, z.k, z.h)
-        mixed = attention(q, k, v) if matched else jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + mixed.reshape(z.rows, z.length, -1) @ w["o"]
+        x = x + attend(q, k, v).reshape(z.rows, z.length, -1) @ w["o"]
         y = rms_norm(x, w["norm2"])
         return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"], None
 
@@ -195,18 +204,17 @@ class ByHand:
             ),
         )  # fmt: skip
 
-        def step(params: Any, opt_state: Any, tokens: Any, targets: Any) -> Any:
-            loss, grads = jax.value_and_grad(loss_by_hand)(params, tokens, targets, sizes, matched)
+        def step(params: Any, opt_state: Any, *batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(loss_by_hand)(params, batch, sizes, matched)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss
 
         params = initial(sizes)
         self.state = (params, optimizer.init(params))
-        self.batches = cycle(batches)
+        host = [(b["tokens"], b["targets"], b["segment_ids"]) for b in batches]
+        self.batches = cycle(host)
         options = choose(jax.default_backend()).options if matched else {}
-        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
-            *self.state, batches[0]["tokens"], batches[0]["targets"]
-        )
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*self.state, *host[0])
         self.step = lowered.compile(compiler_options=options)
         self.bytes = compiled_bytes(self.step)
         self.losses: list[float] = []
@@ -215,8 +223,7 @@ class ByHand:
         """Seconds of so many steps."""
         started, waiting = time.perf_counter(), None
         for _ in range(steps):
-            batch = next(self.batches)
-            *state, loss = self.step(*self.state, batch["tokens"], batch["targets"])
+            *state, loss = self.step(*self.state, *next(self.batches))
             self.state = tuple(state)
             if waiting is not None:
                 self.losses.append(float(waiting))
@@ -271,7 +278,10 @@ def torch_contender(config: Config, batches: list[dict[str, np.ndarray]]) -> Any
             self.weights = weights
             self.optimizer = torch.optim.AdamW(weights, LEARNING_RATE, (BETA1, BETA2), EPS, DECAY)
             self.batches = cycle(
-                [tuple(torch.from_numpy(b[k].astype(np.int64)) for k in ("tokens", "targets")) for b in batches]
+                [
+                    tuple(torch.from_numpy(b[k].astype(np.int64)) for k in ("tokens", "targets"))
+                    for b in batches
+                ]
             )
             self.losses: list[float] = []
 

@@ -98,6 +98,11 @@ def describe(error: BaseException) -> tuple[list[str], int]:
         if _is_out_of_device_memory(link):
             said = f"out of device memory: {_first_line(link)}"
             return [f"{said}; {_LESS_MEMORY}"], EXIT_OUT_OF_MEMORY
+        if _is_lost_peer(link):
+            return [
+                "another process of the job was lost, so this one cannot go on; its own log tells why; run the "
+                f"same command again to go on from the last checkpoint ({_first_line(link)})"
+            ], EXIT_INTERNAL
         disk = _disk_fault(link)
         if disk:
             return [disk], EXIT_BAD_INPUT
@@ -148,6 +153,13 @@ def _is_out_of_device_memory(error: BaseException) -> bool:
     return type(error).__name__ in ("XlaRuntimeError", "JaxRuntimeError") and "RESOURCE_EXHAUSTED" in str(
         error
     )
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    if type(error).__name__ not in ("XlaRuntimeError", "JaxRuntimeError", "ValueError"):
+        return False
+    said = str(error)
+    return any(word in said for word in ("Gloo", "by peer", "ncclRemoteError", "heartbeat", "oordination service"))
 
 
 def _disk_fault(error: BaseException) -> str:

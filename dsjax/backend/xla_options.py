@@ -63,7 +63,7 @@ def choose(platform: str, environ: Mapping[str, str] | None = None) -> Chosen:
     if options and refused(tuple(options.items())):
         unknown = [name for name, value in options.items() if refused(((name, value),))]
         options = {name: value for name, value in options.items() if name not in unknown}
-        notes += [f"XLA: {name} is left out, this jaxlib does not take it" for name in unknown]
+        notes.append(f"XLA: left out, as this jaxlib does not take it: {', '.join(unknown)}")
     return Chosen(options, notes)
 
 

@@ -54,6 +54,7 @@ class _Setting:
     """What does not change from call to call, and how the arrays are cut.
 
     Attributes:
+      padded: the kernel has columns past the vocabulary.
       layout: None on one device.
       batch_axes, sequence_axes: mesh axes over which b and s are cut.
       cut_vocab: the kernel's columns are cut over `tensor`.
@@ -63,6 +64,7 @@ class _Setting:
     vocab_size: int
     dtype: Any
     chunk: int
+    padded: bool
     layout: Layout | None
     batch_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
@@ -73,15 +75,15 @@ class _Setting:
     def of(
         hidden: tuple[int, ...], kernel: tuple[int, ...], vocab_size: int, dtype: Any, chunk: int
     ) -> _Setting:
-        layout = current_layout()
+        layout, padded = current_layout(), kernel[1] > vocab_size
         if layout is None or layout.mesh.size == 1:
-            return _Setting(vocab_size, dtype, chunk, None)
+            return _Setting(vocab_size, dtype, chunk, padded, None)
 
         batch = cut_axes(layout, "batch", hidden[0])
         sequence = cut_axes(layout, "sequence", hidden[1])
         cut_vocab = bool(cut_axes(layout, "vocab", kernel[1]))
         scatter = "fsdp" in batch and kernel[0] % layout.axis_size("fsdp") == 0
-        return _Setting(vocab_size, dtype, chunk, layout, batch, sequence, cut_vocab, scatter)
+        return _Setting(vocab_size, dtype, chunk, padded, layout, batch, sequence, cut_vocab, scatter)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -185,20 +187,24 @@ def _chunk(
     live_c = weights_c != 0
     hidden = jnp.where(live_c[:, None], hidden_cd, 0).astype(setting.dtype)
     logits_cv = jnp.dot(hidden, kernel_dv, preferred_element_type=jnp.float32)
-    logits_cv = jnp.where(column_v < setting.vocab_size, logits_cv, _PADDING)
+    if setting.padded:
+        logits_cv = jnp.where(column_v < setting.vocab_size, logits_cv, _PADDING)
     top_c = logits_cv.max(-1)
     if over_vocab:
         top_c = lax.pmax(top_c, over_vocab)
     exp_cv = jnp.exp(logits_cv - top_c[:, None])
     total_c = _sum_over(exp_cv.sum(-1), over_vocab)
-    is_target_cv = column_v == targets_c[:, None]
-    target_c = _sum_over(jnp.where(is_target_cv, logits_cv, 0).sum(-1), over_vocab)
+    own_c = targets_c - column_v[0]
+    picked_c = jnp.take_along_axis(logits_cv, own_c[:, None], axis=1, mode="clip")[:, 0]
+    here_c = (own_c >= 0) & (own_c < column_v.size)
+    target_c = _sum_over(jnp.where(here_c, picked_c, 0), over_vocab)
     # A target outside the vocabulary shows as NaN instead of being counted as something else.
     known_c = (targets_c >= 0) & (targets_c < setting.vocab_size)
     losses_c = jnp.where(known_c, top_c + jnp.log(total_c) - target_c, jnp.nan)
     loss = jnp.sum(jnp.where(live_c, weights_c * losses_c, 0))
     if not gradients:
         return loss, None, None
+    is_target_cv = column_v == targets_c[:, None]
     d_logits = ((exp_cv / total_c[:, None] - is_target_cv) * weights_c[:, None]).astype(setting.dtype)
     d_hidden = jnp.einsum("cv,dv->cd", d_logits, kernel_dv, preferred_element_type=jnp.float32)
     d_kernel = jnp.einsum("cd,cv->dv", hidden, d_logits, preferred_element_type=jnp.float32)

@@ -22,7 +22,7 @@ from dsjax.config import Config, from_dict
 from dsjax.data import as_step_loader
 from dsjax.errors import ConfigError, InputError
 from dsjax.mesh import make_mesh
-from dsjax.observe import peak_flops, write_report
+from dsjax.observe import check_sinks, peak_flops, write_report
 from dsjax.precision import compute_dtype
 from dsjax.train import loop
 from dsjax.train.memory import refuse_oversized_state
@@ -145,6 +145,7 @@ class Trainer:
         compiler_options: Mapping[str, Any] | None,
         allow_config_change: bool = False,
     ) -> None:
+        check_sinks(config.observe)
         self.config = config
         self.compiles: list[tuple[str, float]] = []
         self.flops_per_step: float | None = None
@@ -308,7 +309,7 @@ class Trainer:
             data.restore(meta.get("loader"), first_batch)
             self._loader_state = data.state
             plan = self._plan(steps, stop_after, eval_loader, on_eval, on_checkpoint, data)
-            with self._recording(step, steps, on_step) as recorder, stop_on_signals() as stop:
+            with stop_on_signals() as stop, self._recording(step, steps, on_step) as recorder:
                 self.directory.begin(recorder.events, step, differences)
                 recorder.event("resumed" if resumed else "started", step, **self._facts())
                 for note in [*self.notes, *data.notes]:

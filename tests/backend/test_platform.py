@@ -102,6 +102,13 @@ def test_a_cache_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path):
     assert err.startswith("dsjax: runtime.compilation_cache:") and "each start compiles again" in err
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_directory_of_somebody_else_is_told_too(tmp_path):
+    tmp_path.chmod(0o500)
+    code, _, err = run(f"setup(R(platform='cpu', compilation_cache='{tmp_path}'))\n" + COMPILES.format(6))
+    assert code == 0 and "it cannot be written; compiled programs are not kept" in err
+
+
 def test_none_runs_alone_whatever_the_environment_says():
     environ = {"DSJAX_COORDINATOR": "10.255.255.1:1", "DSJAX_NUM_PROCESSES": "2", "DSJAX_PROCESS_ID": "0"}
     code = "setup(R(platform='cpu', distributed='none', compilation_cache=None))\n"

@@ -52,6 +52,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (ValueError("zarr: No space left on device [x]"), 2, "the disk is full;"),
         (oom("8G"), 71, "out of device memory: RESOURCE_EXHAUSTED: 8G"),
         (caused(RuntimeError("step"), oom("8G")), 71, "out of device memory: RESOURCE_EXHAUSTED: 8G"),
+        (jax.errors.JaxRuntimeError("Gloo all-reduce: Connection reset by peer"), 70, "another process of the job"),
         (jax.errors.JaxRuntimeError("INTERNAL: x"), 70, "internal error: JaxRuntimeError: INTERNAL: x"),
     ],
 )  # fmt: skip

@@ -118,6 +118,18 @@ def test_a_worker_that_does_not_end_when_told_is_killed(tmp_path, monkeypatch):
     assert time.monotonic() - began < 15
 
 
+def test_the_others_are_told_before_they_are_killed(tmp_path):
+    tells = (
+        "def told(*_):\n  open('told', 'w').close()\n  sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, told)\n"
+        "rank or open('up', 'w').close()\n"
+        "while not os.path.exists('up'): time.sleep(0.02)\nrank and sys.exit(9)\ntime.sleep(60)"
+    )
+    began = time.monotonic()
+    assert run(tmp_path, 2, tells)[0] == 9
+    assert (tmp_path / "told").exists() and time.monotonic() - began < 9
+
+
 def test_one_that_is_done_does_not_end_the_others(tmp_path):
     code, out, _ = run(tmp_path, 2, "rank and sys.exit(0)\ntime.sleep(0.5)\nprint('went on')")
     assert code == 0 and "[0] went on" in out
