@@ -161,7 +161,8 @@ class Program:
             return first_state(params, model_state, self.parts.optimizer.init(params))
 
         started = time.monotonic()
-        state = jax.jit(make, out_shardings=self.state_shardings)(jax.random.key(seed))
+        made = jax.jit(make, out_shardings=self.state_shardings, compiler_options=self._options())
+        state = made(jax.random.key(seed))
         self.on_compile("init", time.monotonic() - started)
         return state
 
