@@ -68,7 +68,7 @@ def assert_same(got: Any, expected: Any, tolerance: float = 2e-6) -> None:
         np.testing.assert_allclose(a, b, atol=tolerance * (1 + float(jnp.abs(b).max())), rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("length", [1, 130, 300])
+@pytest.mark.parametrize("length", [1, 300])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("causal, window", [(True, None), (True, 50), (False, None), (False, 9)])
 def test_chunked_attention_equals_its_definition(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from meshes import MESHES, layout
+from meshes import layout
 
 from dsjax.config.schema import ModelConfig
 from dsjax.mesh import use_layout
@@ -98,7 +98,7 @@ def test_keeping_one_layer_input_in_four_takes_a_quarter_of_the_activations() ->
     assert 0.15 < quarter / everything < 0.33
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", ["data2_fsdp4", "fsdp2_context2_tensor2"])
 def test_packed_documents_train_the_same_on_every_mesh(name: str) -> None:
     rows, length = 8, 16
     config = ModelConfig(kind="llama", num_hidden_layers=2, **SIZES)
