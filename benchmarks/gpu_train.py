@@ -121,8 +121,12 @@ def main() -> None:
     table = Table("precision", *keys, title=f"one {device.device_kind}", box=None)
     for case in cases:
         shown = [f"{case[k]:,.3g}" if case.get(k) is not None else "" for k in keys]
-        table.add_row(case["policy"], *([case["skipped"], "", "", ""] if "skipped" in case else shown))
-    Console().print(table)
+        table.add_row(case["policy"], *(["skipped"] if "skipped" in case else shown))
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    for case in cases:
+        if "skipped" in case:
+            console.print(f"{case['policy']} skipped: {case['skipped']}", markup=False)
     if options.json:
         first = next((case for case in cases if "skipped" not in case), {})
         result = {"device": device.device_kind, **{k: first.get(k) for k in keys}, "cases": cases}

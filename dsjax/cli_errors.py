@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from dsjax.errors import (
@@ -18,6 +19,7 @@ from dsjax.errors import (
     EXIT_OUT_OF_MEMORY,
     EXIT_PREEMPTED,
     DsjaxError,
+    Preempted,
 )
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # as a shell names the end by Ctrl-C
@@ -40,6 +42,8 @@ _DISK_FAULTS = {
 
 def guarded(call: Callable[[], int | None]) -> int:
     """Run one verb; report what it raises and return the exit code of the process."""
+    with suppress(ValueError):  # only the main thread can
+        signal.signal(signal.SIGTERM, _stopped_early)
     try:
         code = call() or EXIT_DONE
         sys.stdout.flush()
@@ -57,6 +61,11 @@ def report(error: BaseException) -> int:
         traceback.print_exception(error)
     _print(lines)
     return code
+
+
+def _stopped_early(number: int, frame: object) -> None:
+    """SIGTERM while no loop is there to receive it: nothing has changed since the last save."""
+    raise Preempted("stopped by SIGTERM outside of training; run the same command again to go on")
 
 
 def leave(code: int) -> NoReturn:
@@ -159,7 +168,9 @@ def _is_lost_peer(error: BaseException) -> bool:
     if type(error).__name__ not in ("XlaRuntimeError", "JaxRuntimeError", "ValueError"):
         return False
     said = str(error)
-    return any(word in said for word in ("Gloo", "by peer", "ncclRemoteError", "heartbeat", "oordination service"))
+    return any(
+        word in said for word in ("Gloo", "by peer", "ncclRemoteError", "heartbeat", "oordination service")
+    )
 
 
 def _disk_fault(error: BaseException) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def listing(directory: str | Path) -> list[StoredCheckpoint]:
         return []
     found = []
     for path in root.iterdir():
-        if path.is_dir() and path.name.isdigit() and (path / _STATE).is_dir():
+        numbered = path.name.isdigit() and path.name == str(int(path.name))
+        if numbered and (path / _STATE).is_dir():
             files = [f for f in path.rglob("*") if f.is_file()]
             size = sum(f.stat().st_size for f in files)
             found.append(StoredCheckpoint(int(path.name), size, path.stat().st_mtime, path))
@@ -56,6 +58,7 @@ class DiskCheckpoints:
         self.directory = Path(directory).absolute()
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
+        self.failed = False
 
     def latest_step(self) -> int | None:
         """Step of the newest finished checkpoint."""
@@ -65,7 +68,8 @@ class DiskCheckpoints:
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
             # Orbax warns about options that do not matter here, on every process.
-            logging.getLogger("absl").setLevel(logging.ERROR)
+            # What fails in the background is raised by `check` and `wait`, once, as a line.
+            logging.getLogger("absl").setLevel(logging.CRITICAL)
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self._keep, cleanup_tmp_directories=True, create=True
             )
@@ -98,19 +102,28 @@ class DiskCheckpoints:
         arguments = ocp.args.Composite(
             **{_STATE: ocp.args.StandardSave(to_stored(state)), _META: ocp.args.JsonSave(dict(meta))}
         )
-        with _disk_faults(self.directory):
+        with self._noting_failure(), _disk_faults(self.directory):
             manager.save(step, args=arguments, force=True)
 
     def check(self) -> None:
         """Raises the error of a save that failed in the background."""
         if self._manager is not None:
-            with _disk_faults(self.directory):
+            with self._noting_failure(), _disk_faults(self.directory):
                 self._manager.check_for_errors()
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Remembers that a save failed: waiting for it would be waiting for processes that wait too."""
+        try:
+            yield
+        except Exception:
+            self.failed = True
+            raise
 
     def wait(self) -> None:
         """Blocks until the save under way has finished, and raises its error if it failed."""
         if self._manager is not None:
-            with _disk_faults(self.directory):
+            with self._noting_failure(), _disk_faults(self.directory):
                 self._manager.wait_until_finished()
                 self._manager.check_for_errors()
 
@@ -176,9 +189,10 @@ def state_bytes(state: Any) -> int:
 
 
 def _unreadable(where: str, error: Exception) -> InputError:
-    text = " ".join(str(error).split())[:300]
+    text = str(error).partition("\n")[0][:200]
+    said = f": {text}" if "<" not in text and "NoneType" not in text else ""
     return InputError(
-        f"{where} cannot be read ({type(error).__name__}: {text}); remove it to go on from an earlier one"
+        f"{where} is damaged or incomplete ({type(error).__name__}{said}); remove it to go on from an earlier one"
     )
 
 
@@ -195,7 +209,9 @@ class _disk_faults:
         if error is None or isinstance(error, DsjaxError) or not isinstance(error, Exception):
             return
         cause: BaseException | None = error
-        text = " ".join(str(error).split())[:300]
+        text = " ".join(str(error).split())
+        if any(word in text for word in ("Gloo", "by peer")):
+            return  # Another process was lost; the disk has nothing to do with it.
         while cause is not None:
             if isinstance(cause, OSError) and cause.errno in _PLAIN:
                 raise InputError(f"checkpoint.disk.path {self._directory}: {_PLAIN[cause.errno]}") from error
@@ -203,7 +219,9 @@ class _disk_faults:
         for number, plain in _PLAIN.items():
             if errno.errorcode[number] in text or _TEXTS.get(number, "\0") in text:
                 raise InputError(f"checkpoint.disk.path {self._directory}: {plain}") from error
-        raise InternalError(f"saving to {self._directory} failed: {type(error).__name__}: {text}") from error
+        raise InternalError(
+            f"saving to {self._directory} failed: {type(error).__name__}: {text[:300]}"
+        ) from error
 
 
 _PLAIN = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from dsjax.config.schema import Config
@@ -40,8 +41,16 @@ def changed(old: Config, new: Config) -> list[str]:
     ]
 
 
-def _differences(old: Any, new: Any, key: str) -> list[tuple[str, Any, Any]]:
-    if _is_free(key):
+def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """(key, value in `old`, value in `new`) of every setting that differs, free on resume or not."""
+    return _differences(old.model_dump(), new.model_dump(), "", free=lambda key: False)
+
+
+def _differences(
+    old: Any, new: Any, key: str, free: Callable[[str], bool] | None = None
+) -> list[tuple[str, Any, Any]]:
+    free = free or _is_free
+    if free(key):
         return []
     if isinstance(old, dict) and isinstance(new, dict):
         names = [*old, *(name for name in new if name not in old)]
@@ -54,7 +63,7 @@ def _differences(old: Any, new: Any, key: str) -> list[tuple[str, Any, Any]]:
     else:
         same = old == new and isinstance(old, bool) == isinstance(new, bool)
         return [] if same else [(key, old, new)]
-    return [difference for pair in pairs for difference in _differences(pair[1], pair[2], pair[0])]
+    return [found for pair in pairs for found in _differences(pair[1], pair[2], pair[0], free)]
 
 
 def _is_free(key: str) -> bool:

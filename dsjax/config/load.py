@@ -64,9 +64,13 @@ def load(
     return _checked(tree, faults)
 
 
-def dump(config: Config) -> str:
-    """YAML text of every setting, which `load` reads back as an equal Config."""
-    return dump_values(config.model_dump())
+def dump(config: Config, only: Mapping[str, Any] | None = None) -> str:
+    """YAML text of every setting, which `load` reads back as an equal Config.
+
+    Args:
+      only: section -> True, or the set of its keys, to write no more than these; defaults stand for the rest.
+    """
+    return dump_values(config.model_dump(include=None if only is None else dict(only)))
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:

@@ -59,8 +59,8 @@ def _train(listed: list[tuple[Source, list[InputFile]]], data: DataConfig, direc
     texts = [document.text[:SAMPLE_BYTES] for document, out in zip(documents, held, strict=True) if not out]
     if not texts:
         raise InputError("data.tokenizer: bpe finds no training document that is not empty")
-    megabytes = sum(map(len, texts)) / 1e6
-    cache.say(f"training a byte-pair tokenizer of {data.bpe_vocab_size} tokens on {megabytes:.1f} MB of text")
+    size = cache.sized(sum(map(len, texts)))
+    cache.say(f"training a byte-pair tokenizer of {data.bpe_vocab_size} tokens on {size} of text")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -83,6 +83,10 @@ def building(target: Path, what: str) -> Iterator[bool]:
             lock.acquire()
         try:
             yield not target.exists()
+            # Whoever comes now finds the target, whichever lock it holds. Where building failed the
+            # lock's file stays: removed, it would let two that come next hold a lock each.
+            if target.exists():
+                Path(lock.lock_file).unlink(missing_ok=True)
         finally:
             lock.release()
     except OSError as error:
@@ -114,6 +118,18 @@ def write_array(path: Path, array: np.ndarray) -> None:
 def say(text: str) -> None:
     """A line to the user about preparation that takes time."""
     print(f"dsjax: {text}", file=sys.stderr, flush=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 file, 2,000 files."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def sized(num_bytes: int) -> str:
+    """A size for people: 812 bytes, 3.4 kB, 12.0 MB."""
+    if num_bytes < 1000:
+        return counted(num_bytes, "byte")
+    return f"{num_bytes / 1e3:.1f} kB" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def sync(path: Path) -> None:

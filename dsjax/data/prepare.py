@@ -21,7 +21,7 @@ from dsjax.config.schema import DataConfig
 from dsjax.data import cache
 from dsjax.data.readers import Part, plan_parts
 from dsjax.data.sources import MANIFEST, InputFile, Source, list_files
-from dsjax.data.store import CHUNK, INDEX, Job, Store, part_names, token_dtype, write_part
+from dsjax.data.store import CHUNK, DOCUMENT, INDEX, Job, Store, part_names, token_dtype, write_part
 from dsjax.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from dsjax.errors import InputError, InternalError, Preempted
 
@@ -47,7 +47,10 @@ def prepared(source: Source, data: DataConfig, tokenizer: Tokenizer) -> Store:
     if not (directory / MANIFEST).is_file():
         with cache.building(directory, source.name) as wanted:
             if wanted:
-                _build(source, files, tokenizer, directory)
+                try:
+                    _build(source, files, tokenizer, directory)
+                except InputError as error:
+                    raise _of_the_set(error, source, files) from None
     return Store(directory)
 
 
@@ -60,6 +63,15 @@ def _check_built(store: Store, source: Source, tokenizer: Tokenizer) -> Store:
     return store
 
 
+def _of_the_set(error: InputError, source: Source, files: Sequence[InputFile]) -> InputError:
+    """The error, with the evaluation set's name before faults of its files, which may be of another kind."""
+    paths = tuple(f"{file.path}:" for file in files)
+    if not source.of_evaluation or not all(fault.startswith(paths) for fault in error.faults):
+        return error
+    kind = f"its files are read as {source.kind}; {source.setting}.kind takes another"
+    return InputError([f"{source.setting}: {fault} ({kind})" for fault in error.faults])
+
+
 def _build(source: Source, files: list[InputFile], tokenizer: Tokenizer, directory: Path) -> None:
     total = sum(file.size for file in files)
     target = max(_PART_BYTES, total // _PARTS)
@@ -68,7 +80,7 @@ def _build(source: Source, files: list[InputFile], tokenizer: Tokenizer, directo
     draft.mkdir(exist_ok=True)
     job = Job(draft, source.kind, source.field, files, groups, tokenizer.spec())
     there = sum(map(job.is_done, range(len(groups))))
-    text = f"tokenising {source.name}: {len(files)} files, {total / 1e6:.1f} MB"
+    text = f"tokenising {source.name}: {cache.counted(len(files), 'file')}, {cache.sized(total)}"
     if there:
         text += f"; {there} of {len(groups)} parts are there"
     try:
@@ -79,6 +91,11 @@ def _build(source: Source, files: list[InputFile], tokenizer: Tokenizer, directo
             f"stopped while tokenising {source.name}: {there} of {len(groups)} parts are kept; run the same "
             "again to go on"
         ) from None
+    except InputError:
+        # What is done may be of use when the same is built again; an empty directory is not.
+        if not any(map(job.is_done, range(len(groups)))):
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
     _finish(source, job, tokenizer)
     draft.rename(directory)
 
@@ -123,7 +140,8 @@ def _finish(source: Source, job: Job, tokenizer: Tokenizer) -> None:
     """
     names = [part_names(number) for number in range(len(job.groups))]
     counts = [json.loads((job.directory / name[2]).read_text()) for name in names]
-    documents = np.concatenate([np.load(job.directory / name[1], allow_pickle=False) for name in names])
+    indices = [np.load(job.directory / name[1], allow_pickle=False) for name in names]
+    documents = np.concatenate([np.empty(0, DOCUMENT), *indices])
     skipped = {reason: sum(count[reason] for count in counts) for reason in ("empty", "masked")}
     if not len(documents):
         shutil.rmtree(job.directory)

@@ -105,23 +105,24 @@ def _show_row(console: Any, tokenizer: Tokenizer, row: dict[str, np.ndarray], id
 
 
 def _coloured(tokenizer: Tokenizer, row: dict[str, np.ndarray], here: np.ndarray, colour: str) -> Any:
-    """The text that the segment's targets spell, dim where they do not count."""
+    """The segment's text with its special tokens, dim where it is no target that counts."""
     from rich.text import Text
 
     text = Text()
-    counts = row["weights"][here] > 0
+    # The first token is predicted by nothing; each further one is the target of the one before.
+    ids = [int(row["tokens"][here[0]]), *row["targets"][here].tolist()]
+    counts = np.array([False, *(row["weights"][here] > 0)])
     # Runs of equal weight are decoded whole: a character may take several tokens.
-    bounds = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(here)]
+    bounds = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(ids)]
     for begin, end in pairwise(bounds):
-        said = tokenizer.decode(row["targets"][here[begin:end]].tolist())
+        said = tokenizer.decode(ids[begin:end], special=True)
         text.append(said, style=colour if counts[begin] else f"dim {colour}")
     return text
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str:
-    special = {tokenizer.bos_id: "BOS", tokenizer.eos_id: "EOS"}
-    said = special.get(int(token)) or tokenizer.decode([int(token)])
-    return f"{int(token)} {said!r}" if int(token) not in special else f"{int(token)} {said}"
+    role = {tokenizer.bos_id: " BOS", tokenizer.eos_id: " EOS"}.get(int(token), "")
+    return f"{int(token)} {tokenizer.decode([int(token)], special=True)!r}{role}"
 
 
 def _plain(cell: str) -> Any:

@@ -49,6 +49,10 @@ class Source:
     weight: float = 1.0
 
     @property
+    def of_evaluation(self) -> bool:
+        return self.setting.startswith("eval.sets.")
+
+    @property
     def built(self) -> Path | None:
         if self.kind != "arrayrecord" or len(self.paths) != 1:
             return None

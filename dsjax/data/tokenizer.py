@@ -56,8 +56,12 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens are left out, bytes that are no UTF-8 become U+FFFD."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
+
+        Args:
+          special: write special tokens by their names instead of leaving them out.
+        """
 
     @abstractmethod
     def spec(self) -> dict[str, str]:
@@ -107,9 +111,11 @@ class ByteTokenizer(Tokenizer):
         """The UTF-8 bytes of `text`."""
         return list(text.encode())
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text whose UTF-8 bytes `ids` are."""
-        return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text whose UTF-8 bytes `ids` are; see `Tokenizer.decode`."""
+        names = {self.bos_id: BOS.encode(), self.eos_id: EOS.encode()} if special else {}
+        found = (bytes([i]) if 0 <= i < 256 else names.get(i, b"") for i in ids)
+        return b"".join(found).decode(errors="replace")
 
     def spec(self) -> dict[str, str]:
         """See `Tokenizer.spec`."""
@@ -166,9 +172,9 @@ class HuggingFaceTokenizer(Tokenizer):
         encoded = iter(self._tokens.encode_batch_fast(flat, add_special_tokens=False))
         return [[i for _ in text for i in next(encoded).ids] for text in pieces]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """See `Tokenizer.decode`."""
-        return str(self._tokens.decode([int(i) for i in ids], skip_special_tokens=True))
+        return str(self._tokens.decode([int(i) for i in ids], skip_special_tokens=not special))
 
     def spec(self) -> dict[str, str]:
         """See `Tokenizer.spec`."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from dsjax.config import Config
 from dsjax.data.batches import Batches
+from dsjax.data.cache import counted
 from dsjax.data.corpus import Corpus, open_corpus, require_same_everywhere
 from dsjax.data.examples_log import ExamplesLog
 from dsjax.data.order import order_of
@@ -89,32 +90,32 @@ class TrainData:
         lines += [f"data: {name}{self._numbers(number)}" for number, name in enumerate(names)]
         if self.rows_per_epoch < self._batch:
             lines.append(
-                f"data: {_count(self.rows_per_epoch, 'row')} an epoch, fewer than train.global_batch_size "
+                f"data: {counted(self.rows_per_epoch, 'row')} an epoch, fewer than train.global_batch_size "
                 f"{self._batch}: a batch holds rows more than once"
             )
         return lines
 
     def _numbers(self, number: int) -> str:
         rows, size = self.sources[number], self._config.train.sequence_length
-        text = f"{_count(len(rows), 'row')} of {size}"
+        text = f"{counted(len(rows), 'row')} of {size}"
         if not isinstance(rows, DocumentRows):
             return f"synthetic, {text}"
         store, held = self._corpus.stores[number], self._corpus.held[number]
         full = rows.pairs / (len(rows) * size)
         parts = [
-            f"{_count(int((~held).sum()), 'document')} ({np.count_nonzero(held):,} more held out)",
+            f"{counted(int((~held).sum()), 'document')} ({np.count_nonzero(held):,} more held out)",
             f"{rows.pairs:,} tokens an epoch",
             f"{text}, {full:.1%} full",
         ]
         if rows.dropped:
             parts.append(f"{rows.dropped:,} tokens past a row left out (data.packing none)")
         if rows.left_out:
-            parts.append(f"{_count(rows.left_out, 'row')} without a target left out")
+            parts.append(f"{counted(rows.left_out, 'row')} without a target left out")
         skipped = store.manifest["skipped"]
         if skipped["empty"]:
-            parts.append(f"{_count(skipped['empty'], 'empty document')} skipped")
+            parts.append(f"{counted(skipped['empty'], 'empty document')} skipped")
         if skipped["masked"]:
-            parts.append(f"{_count(skipped['masked'], 'conversation')} without the assistant skipped")
+            parts.append(f"{counted(skipped['masked'], 'conversation')} without the assistant skipped")
         return "; ".join(parts)
 
     def _picked(self, step: int) -> Iterator[tuple[int, int]]:
@@ -154,7 +155,3 @@ def _training_rows(config: Config, corpus: Corpus, tokenizer: Tokenizer) -> list
         )
         found.append(require_rows(rows, source.setting))
     return found
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -119,7 +119,7 @@ class Layout:
           ConfigError: a line a fault, naming parameter, dimension, axis and what would work.
         """
         leaves = named_leaves(params)
-        faults = []
+        faults, indivisible = [], False
         for path, leaf in leaves.items():
             names = self.names_of(path)
             if names is not None and len(names) != len(leaf.shape):
@@ -132,13 +132,14 @@ class Layout:
                 axes = _axes_of(self.param_rules, name, f"{path}: ")
                 parts = math.prod(self.mesh.shape[a] for a in axes)
                 if leaf.shape[index] % parts:
+                    indivisible = True
                     faults.append(
                         f"{path}: dimension {index} ({name}, {leaf.shape[index]}) does not divide over "
                         f"mesh.{'*'.join(axes)} {parts}"
                     )
         if faults:
             shown = faults[:6] + ([f"... and {len(faults) - 6} more parameters"] if len(faults) > 6 else [])
-            raise ConfigError([*shown, self._layout_that_works(leaves)])
+            raise ConfigError([*shown, self._layout_that_works(leaves)] if indivisible else shown)
 
     def _layout_that_works(self, leaves: Mapping[str, Any]) -> str:
         """The mesh nearest to this one, of as many devices, on which every parameter divides."""

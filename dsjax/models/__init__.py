@@ -13,7 +13,7 @@ from dsjax.config.messages import nearest, takes, unknown_key
 from dsjax.config.schema import ModelConfig
 from dsjax.config.yaml_core import show
 from dsjax.errors import ConfigError, InputError
-from dsjax.models.llama import PARAM_AXES, Llama, LlamaConfig
+from dsjax.models.llama import Llama, LlamaConfig, param_axes
 from dsjax.models.spec import ModelSpec
 from dsjax.models.user import users_model
 
@@ -70,7 +70,7 @@ def _llama(fields: Mapping[str, Any], platform: str, remat: str, max_length: int
     chunk = min(most, room // (4 * llama.padded_vocab) // 128 * 128)
     return ModelSpec(
         init=lambda rngs: Llama(llama, remat=remat, unroll=unroll, rngs=rngs),
-        param_axes=PARAM_AXES,
+        param_axes=param_axes(llama),
         vocab_size=llama.vocab_size,
         flops_per_token=llama.flops_per_token,
         cross_entropy_chunk=max(128, chunk),

@@ -37,6 +37,15 @@ PARAM_AXES: dict[str, tuple[str, ...]] = {
 }
 
 
+def param_axes(config: LlamaConfig) -> dict[str, tuple[str, ...]]:
+    """Logical names of the dimensions of the parameters that a model of these settings has."""
+    return {
+        path: names
+        for path, names in PARAM_AXES.items()
+        if path != "head/kernel" or not config.tie_word_embeddings
+    }
+
+
 class LlamaConfig(Section):
     """Sizes and settings, in Hugging Face's names; `dropout`, `init` and `sliding_window` are ours."""
 

@@ -17,6 +17,26 @@ from typing import Any
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+_OURS = frozenset(
+    (
+        "step", "time", "loss", "tokens", "tokens_seen", "grad_norm", "learning_rate", "loss_scale", "perplexity",
+        "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "input_wait_seconds", "mfu",
+        "peak_memory_bytes",
+    )
+)  # fmt: skip
+
+
+def users_metrics(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """The metrics of a line (or of an evaluation's result) that the user's own loss added.
+
+    None stands for a value that is not finite.
+    """
+    return {
+        name: None if value is None or not math.isfinite(value) else float(value)
+        for name, value in record.items()
+        if name not in _OURS
+        and (value is None or (isinstance(value, int | float) and not isinstance(value, bool)))
+    }
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -17,8 +17,14 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from dsjax.observe.logs import users_metrics
+
 # A pause shorter than this is not worth a line that says how long it took.
 _WORTH_TELLING_SECONDS = 1.0
+_USERS_SHOWN = 3
+# What a live bar leaves out first where the terminal is too narrow for all.
+_LEAST_WANTED = ("elapsed", "grad norm", "MFU", "rate", "users", "left")
+_GAP = "  "
 
 
 class _Console(Console):
@@ -37,7 +43,8 @@ def _drop_stdout() -> None:
 class Progress:
     """Shows how far a run is. Use it as a context manager.
 
-    It goes to stdout.  A reader that goes away (``| head``) ends the showing, not the run.
+    It goes to stdout.  A reader that goes away (``| head``) ends the showing, not the run.  Of metrics
+    that the user's loss added, the first few are shown.
 
     Args:
       total: the run's last step.
@@ -45,9 +52,13 @@ class Progress:
       mode: "rich": a live bar; "plain": a line an update; "none": nothing; "auto": rich on a terminal,
         plain elsewhere.
       enabled: False shows nothing (the processes other than 0).
+      unit: what a step's weight counts, as in "tokens/s".
     """
 
-    def __init__(self, total: int, first: int = 0, *, mode: str = "auto", enabled: bool = True):
+    def __init__(
+        self, total: int, first: int = 0, *, mode: str = "auto", enabled: bool = True, unit: str = "tokens"
+    ):
+        self._unit = unit
         self._total, self._step, self._first = total, first, first
         if mode == "auto":
             live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -81,7 +92,7 @@ class Progress:
             self._first_update = (step, now)
         self._step, self._record = step, record
         if self._mode == "plain":
-            self._line("  ".join(self._facts()))
+            self._line(_GAP.join(self._facts().values()))
 
     def message(self, text: str) -> None:
         """Shows a line of text, above the bar where there is one."""
@@ -119,40 +130,49 @@ class Progress:
         left = pace * (self._total - self._step)
         return left if math.isfinite(left) else None
 
-    def _facts(self) -> list[str]:
+    def _facts(self) -> dict[str, str]:
+        """What is known of the newest step, in the order shown."""
         record = self._record
-        width = len(str(self._total))
-        facts = [f"{self._percent():5.1f}%", f"step {self._step:>{width}}/{self._total}"]
-        facts.append(f"loss {_number(record.get('loss'), '.4f')}")
-        facts.append(f"grad norm {_number(record.get('grad_norm'), '.3g')}")
-        facts.append(f"{_number(record.get('tokens_per_second'), ',.0f')} tokens/s")
+        facts = {"percent": f"{self._percent():5.1f}%", "step": self._step_text()}
+        facts["loss"] = f"loss {_number(record.get('loss'), '.4f')}"
+        users = list(users_metrics(record).items())[:_USERS_SHOWN]
+        if users:
+            facts["users"] = _GAP.join(f"{name} {_number(value, '.4g')}" for name, value in users)
+        facts["grad norm"] = f"grad norm {_number(record.get('grad_norm'), '.3g')}"
+        facts["rate"] = f"{_number(record.get('tokens_per_second'), ',.0f')} {self._unit}/s"
         if record.get("mfu") is not None:
-            facts.append(f"MFU {_number(100 * record['mfu'], '.1f')}%")
-        facts.append(f"elapsed {_duration(time.monotonic() - self._started)}")
+            facts["MFU"] = f"MFU {_number(100 * record['mfu'], '.1f')}%"
+        facts["elapsed"] = f"elapsed {_duration(time.monotonic() - self._started)}"
         left = self._left()
         if left is not None:
-            facts.append(f"left {_duration(left)}")
+            facts["left"] = f"left {_duration(left)}"
         return facts
+
+    def _step_text(self) -> str:
+        return f"step {self._step:>{len(str(self._total))}}/{self._total}"
 
     def _percent(self) -> float:
         # Rounded down: 100% is said of the last step only.
         return math.floor(1000 * self._step / max(self._total, 1)) / 10
 
     def _render(self) -> RenderableType:
-        rows: list[RenderableType] = []
-        bar = Table.grid(padding=(0, 2))
-        line = ProgressBar(total=max(self._total, 1), completed=self._step, width=20)
-        if self._record:
-            percent, *facts = self._facts()
-            bar.add_row(Text(percent, style="bold"), line, Text("  ".join(facts)))
-        else:
-            bar.add_row(
-                Text(f"{self._percent():5.1f}%", style="bold"), line, Text(f"step {self._step}/{self._total}")
-            )
-        rows.append(bar)
-        if self._spinner is not None:
-            rows.append(self._spinner)
-        return Group(*rows)
+        columns = self._console.width
+        facts = (
+            self._facts()
+            if self._record
+            else {"percent": f"{self._percent():5.1f}%", "step": self._step_text()}
+        )
+        percent = facts.pop("percent")
+        bar = ProgressBar(total=max(self._total, 1), completed=self._step, width=20 if columns >= 100 else 10)
+        # One line whatever the width: a bar that wraps leaves its remains above itself.
+        room = columns - len(percent) - (bar.width or 0) - 2 * len(_GAP)
+        for name in _LEAST_WANTED:
+            if len(_GAP.join(facts.values())) > room:
+                facts.pop(name, None)
+        line = Table.grid(padding=(0, len(_GAP)))
+        said = Text(_GAP.join(facts.values()), no_wrap=True, overflow="crop")
+        line.add_row(Text(percent, style="bold"), bar, said)
+        return line if self._spinner is None else Group(line, self._spinner)
 
     def _line(self, text: str) -> None:
         try:

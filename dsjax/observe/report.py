@@ -6,7 +6,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import jinja2
 
 from dsjax.observe.charts import Chart, Point, Series, draw, number
-from dsjax.observe.logs import EVENTS, METRICS, read_lines
+from dsjax.observe.logs import EVENTS, METRICS, read_lines, users_metrics
 
 REPORT = "report.html"
 _TEMPLATE = "report_template.html"
@@ -56,36 +57,78 @@ def _page(run_dir: Path) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    columns, evals = _metrics(run_dir)
+    environment_facts = _json(run_dir / "environment.json")
     events = list(read_lines(run_dir / EVENTS))
+    history = _history(run_dir, _starts(events))
+    if isinstance(environment_facts.get("unit"), str):
+        history.unit = environment_facts["unit"]
     return environment.get_template(_TEMPLATE).render(
         name=run_dir.absolute().name,
         status=_status(events),
         written=_clock(datetime.now(UTC).timestamp()),
-        summary=_summary(columns, evals, events),
-        charts=_charts(columns, evals),
+        summary=_summary(history, events),
+        charts=_charts(history),
         events=[_event_row(event) for event in _some(events)],
         events_left_out=max(0, len(events) - _EVENTS_SHOWN),
         config=_text(run_dir / "config.yaml"),
-        environment=list(_flat(_json(run_dir / "environment.json"))),
+        environment=list(_flat(environment_facts)),
     )
 
 
-def _metrics(run_dir: Path) -> tuple[dict[str, list[Point]], dict[str, list[Point]]]:
-    """The columns of the training lines, and the loss of each evaluation set, over the steps."""
-    columns: dict[str, list[Point]] = {name: [] for name in _COLUMNS}
-    evals: dict[str, list[Point]] = {}
+@dataclass
+class _History:
+    """What metrics.jsonl says, over the steps.
+
+    Attributes:
+      columns: metric -> its points in the training lines; `users` holds those that the user's loss added.
+      evals: evaluation set -> metric -> points.
+      first_steps: the first logged step after each start of the run.
+      unit: what a step's weight counts.
+    """
+
+    columns: dict[str, list[Point]] = field(default_factory=lambda: {name: [] for name in _COLUMNS})
+    users: dict[str, list[Point]] = field(default_factory=dict)
+    evals: dict[str, dict[str, list[Point]]] = field(default_factory=dict)
+    first_steps: set[float] = field(default_factory=set)
+    unit: str = "tokens"
+
+    def steady(self, name: str) -> list[Point]:
+        """A rate without the first logged steps after starts; all of it where there are no others."""
+        points = self.columns[name]
+        return [point for point in points if point[0] not in self.first_steps] or points
+
+
+def _history(run_dir: Path, starts: Sequence[float]) -> _History:
+    found = _History()
+    left = list(starts)
     for row in read_lines(run_dir / METRICS):
         step = row.get("step")
         if not isinstance(step, int | float):
             continue
         if isinstance(row.get("eval"), Mapping):
             for name, result in row["eval"].items():
-                evals.setdefault(name, []).append((step, _finite(result.get("loss"))))
+                points = found.evals.setdefault(name, {"loss": []})
+                for key, value in {"loss": _finite(result.get("loss")), **users_metrics(result)}.items():
+                    points.setdefault(key, []).append((step, value))
             continue
-        for name, points in columns.items():
-            points.append((step, _finite(row.get(name))))
-    return columns, evals
+        if left and step > left[0]:
+            left = [start for start in left if start >= step]
+            found.first_steps.add(step)
+        for name, column in found.columns.items():
+            column.append((step, _finite(row.get(name))))
+        for name, value in users_metrics(row).items():
+            found.users.setdefault(name, []).append((step, value))
+    return found
+
+
+def _starts(events: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The steps after which the run was started, in order; a start from an earlier step undoes later ones."""
+    starts: list[float] = []
+    for event in events:
+        step = event.get("step")
+        if event.get("kind") in ("started", "resumed") and isinstance(step, int | float):
+            starts = [*(start for start in starts if start < step), step]
+    return starts
 
 
 def _finite(value: Any) -> float | None:
@@ -93,51 +136,70 @@ def _finite(value: Any) -> float | None:
     return float(value) if is_number and abs(value) < float("inf") else None
 
 
-def _charts(columns: Mapping[str, list[Point]], evals: Mapping[str, list[Point]]) -> list[Chart]:
-    losses = [Series("training", columns["loss"])]
-    losses += [Series(f"eval {name}", points, marks=True) for name, points in evals.items()]
-    rate = columns["learning_rate"]
-    return [
-        draw("Loss", "mean over the step's weight", losses),
+def _charts(history: _History) -> list[Chart]:
+    columns = history.columns
+    charts = [
+        draw("Loss", "mean over the step's weight", _with_evals(history, "loss", columns["loss"])),
         draw(
             "Gradient norm",
             "before clipping",
             [Series("gradient norm", columns["grad_norm"])],
             scale="log",
         ),
-        draw("Learning rate", "used at the step", [Series("learning rate", rate)]),
-        draw(
-            "Throughput",
-            "tokens/s, all devices",
-            [Series("tokens/s", columns["tokens_per_second"])],
-            scale="zero",
-        ),
+        draw("Learning rate", "used at the step", [Series("learning rate", columns["learning_rate"])]),
+        draw("Throughput", f"{history.unit}/s, all devices", _throughput(history), scale="zero"),
+    ]
+    names = [*history.users, *(name for keys in history.evals.values() for name in keys if name != "loss")]
+    for name in dict.fromkeys(names):
+        series = _with_evals(history, name, history.users.get(name, []))
+        charts.append(draw(name, "mean over its weight", series))
+    return charts
+
+
+def _with_evals(history: _History, name: str, training: list[Point]) -> list[Series]:
+    """A metric's training line and its points of each evaluation set."""
+    sets = [(one, keys[name]) for one, keys in history.evals.items() if name in keys]
+    return [
+        Series("training", training),
+        *(Series(f"eval {one}", points, marks=True) for one, points in sets),
     ]
 
 
-def _summary(
-    columns: Mapping[str, list[Point]],
-    evals: Mapping[str, list[Point]],
-    events: list[dict[str, Any]],
-) -> list[tuple[str, str]]:
+def _throughput(history: _History) -> list[Series]:
+    """The rate as a line, and the first logged step after each start as marks of its own.
+
+    Such a step waits for the first batches and stands for fewer steps, so it says little of the pace.
+    """
+    unit, points = f"{history.unit}/s", history.columns["tokens_per_second"]
+    first: list[Point] = []
+    for step, value in points:
+        if step in history.first_steps:
+            first += [(step, value), (step, None)]  # a gap, so that no line joins the marks
+    steady = [point for point in points if point[0] not in history.first_steps]
+    return [Series(unit, steady), Series("first after a start", first, marks=True)]
+
+
+def _summary(history: _History, events: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """What a person asks first, as (name, value)."""
     found: list[tuple[str, str]] = []
-    steps = [step for points in (*columns.values(), *evals.values()) for step, _ in points[-1:]]
+    columns, unit = history.columns, history.unit
+    sets = {name: keys["loss"] for name, keys in history.evals.items()}
+    steps = [step for points in (*columns.values(), *sets.values()) for step, _ in points[-1:]]
     if steps:
         found.append(("last logged step", f"{max(steps):,.0f}"))
     losses = _values(columns["loss"])
     if losses:
         found.append(("training loss", number(losses[-1])))
-    for name, points in evals.items():
+    for name, points in sets.items():
         if values := _values(points):
             found.append((f"eval {name}", f"{number(values[-1])} (lowest {number(min(values))})"))
-    for title, key, shown in (
-        ("tokens seen", "tokens_seen", lambda v: f"{v[-1]:,.0f}"),
-        ("tokens/s (median)", "tokens_per_second", lambda v: number(statistics.median(v))),
-        ("MFU (median)", "mfu", lambda v: f"{100 * statistics.median(v):.1f}%"),
-        ("peak device memory", "peak_memory_bytes", lambda v: f"{max(v) / 2**30:.2f} GiB"),
+    for title, points, shown in (
+        (f"{unit} seen", columns["tokens_seen"], lambda v: f"{v[-1]:,.0f}"),
+        (f"{unit}/s (median)", history.steady("tokens_per_second"), lambda v: number(statistics.median(v))),
+        ("MFU (median)", history.steady("mfu"), lambda v: f"{100 * statistics.median(v):.1f}%"),
+        ("peak device memory", columns["peak_memory_bytes"], lambda v: f"{max(v) / 2**30:.2f} GiB"),
     ):
-        if values := _values(columns[key]):
+        if values := _values(points):
             found.append((title, shown(values)))
     skipped = sum(event.get("kind") == "skipped" for event in events)
     if skipped:
@@ -169,7 +231,8 @@ def _some(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _event_row(event: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    facts = {key: value for key, value in event.items() if key not in ("time", "step", "kind")}
+    # A mesh of one device has no axes to tell of.
+    facts = {k: value for k, value in event.items() if k not in ("time", "step", "kind") and value != {}}
     return (
         _clock(event.get("time")),
         str(event.get("step", "")),
@@ -195,11 +258,12 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-def _json(path: Path) -> Any:
+def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(_text(path) or "{}")
+        found = json.loads(_text(path) or "{}")
     except ValueError:
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

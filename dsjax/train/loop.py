@@ -33,6 +33,7 @@ class Plan:
       check_saves: raises the error of a background save that failed.
       log_examples: called with the number of each step and its batch (from 0), before it runs.
       on_eval, on_checkpoint: the user's callbacks.
+      evaluate_first: the evaluation of the state that the loop starts from is still owed.
     """
 
     steps: int
@@ -46,6 +47,7 @@ class Plan:
     on_eval: Callable[[int, Results], None] | None = None
     on_checkpoint: Callable[[int], None] | None = None
     trace: Callable[[int], None] = lambda step: None
+    evaluate_first: bool = False
     run_again: str = "run the same again to go on"
     saved_at: int = field(default=-1, init=False)
 
@@ -69,6 +71,8 @@ def run_loop(
     offset = int(state.data_step) - start
     last_of_call = plan.steps if plan.stop_after is None else min(plan.steps, start + plan.stop_after)
     alone = jax.process_count() == 1
+    if plan.evaluate_first:
+        _evaluate(plan, recorder, start, state)
     recorder.start_clock()
     step = start
     while step < last_of_call:
@@ -93,12 +97,12 @@ def run_loop(
             _save(plan, recorder, step, state)
     recorder.drain()
     if plan.saved_at != step:
-        _save(plan, recorder, step, state)
+        _save(plan, recorder, step, state, last=True)
     if step < plan.steps:
         reason = stop.signal or ("another process was asked to stop" if recorder.stop_voted else "stop_after")
         recorder.event("preempted", step, reason=reason)
         raise Preempted(f"stopped at step {step} of {plan.steps} ({reason}), saved; {plan.run_again}")
-    if plan.eval_every:
+    if plan.eval_every and step > start:
         _evaluate(plan, recorder, step, state)
     return state
 
@@ -131,8 +135,12 @@ def _one_step(
         raise program.does_not_fit(batch, compiled_bytes(compiled) or 0, limit) from error
 
 
-def _save(plan: Plan, recorder: Recorder, step: int, state: State) -> None:
+def _save(plan: Plan, recorder: Recorder, step: int, state: State, *, last: bool = False) -> None:
     recorder.drain()
+    if recorder.skipped_in_a_row and not last:
+        # The parameters may be ruined already: the checkpoints from before are worth more than their place.
+        recorder.progress.message(f"step {step}: not saved, as the last step was skipped")
+        return
     plan.save(step, state)
     plan.saved_at = step
     recorder.event("checkpoint_saved", step)

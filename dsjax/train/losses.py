@@ -15,6 +15,12 @@ from dsjax.mesh import constrain, current_layout, zigzag_order
 from dsjax.models.cross_entropy import linear_cross_entropy
 from dsjax.train.randomness import sequence_positions
 
+# Names of a line of metrics.jsonl.
+RESERVED = {
+    "step", "loss", "tokens", "tokens_seen", "grad_norm", "learning_rate", "loss_scale", "step_seconds",
+    "tokens_per_second", "tokens_per_second_per_device", "input_wait_seconds", "mfu", "peak_memory_bytes",
+    "time", "eval", "perplexity",
+}  # fmt: skip
 Extras = dict[str, tuple[jax.Array, jax.Array]]
 
 
@@ -68,12 +74,15 @@ def normalised(result: Any) -> tuple[jax.Array, jax.Array, Extras]:
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise ConfigError(
             "a loss returns (sum of losses, weight) or (sum, weight, {name: (sum, weight)}), "
-            f"got {type(result).__name__}: return the sum over examples and their number, not a mean"
+            f"got {_kind(result)}: return the sum over examples and their number, not a mean"
         )
     extras = dict(result[2]) if len(result) == 3 else {}
+    taken = sorted(RESERVED & set(extras))
+    if taken:
+        raise ConfigError(f"the loss's metrics {', '.join(taken)}: these names are taken; choose others")
     for name, value in [("the loss", result[:2]), *extras.items()]:
         if not isinstance(value, tuple) or len(value) != 2:
-            raise ConfigError(f"{name}: takes (sum, weight), got {type(value).__name__}")
+            raise ConfigError(f"{name}: takes (sum, weight), got {_kind(value)}")
         for part in value:
             if jnp.shape(part) != ():
                 raise ConfigError(f"{name}: sum and weight are scalars, got shape {jnp.shape(part)}")
@@ -86,6 +95,12 @@ def normalised(result: Any) -> tuple[jax.Array, jax.Array, Extras]:
         scalar(result[1]),
         {name: (scalar(s), scalar(w)) for name, (s, w) in extras.items()},
     )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, jax.Array):
+        return f"one array of shape {value.shape}"
+    return f"{len(value)} values" if isinstance(value, tuple) else type(value).__name__
 
 
 def logits_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,10 @@ into functions over sharded arrays.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import hashlib
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -89,6 +93,7 @@ class Program:
 
     def __post_init__(self) -> None:
         recipe = self.recipe
+        _check_init(recipe.init)
         abstract = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
         self.layout = Layout(
             self.mesh, {**_declared_axes(abstract), **recipe.param_axes}, fsdp_gather=self.fsdp_gather
@@ -98,6 +103,7 @@ class Program:
         params, model_state = states
         if self.trainable and not jax.tree.leaves(params):
             raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(self.trainable)}")
+        _check_patterns(recipe.param_axes, nnx.state(abstract, nnx.Param))
         self.layout.check(nnx.state(abstract, nnx.Param))
         optimizer = recipe.make_optimizer(self.layout.names_of)
         self.parts = StepParts(
@@ -110,7 +116,10 @@ class Program:
         self._votes: dict[bool, jax.Array] = {}
 
     def _model(self, key: jax.Array) -> nnx.Module:
-        return apply_policy(self.recipe.init(nnx.Rngs(key)), self.compute_dtype)
+        model = self.recipe.init(nnx.Rngs(key))
+        if not isinstance(model, nnx.Module):
+            raise ConfigError(f"init: returns a flax.nnx.Module, got {type(model).__name__}")
+        return apply_policy(model, self.compute_dtype)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -176,6 +185,17 @@ class Program:
         """Which rows of a global batch this process supplies, in order."""
         return process_rows(self.mesh, global_rows, self.accumulation)
 
+    def rows_are_alike(self, batch: Any) -> bool:
+        """Whether all processes bring the same rows although the mesh gives each of them its own."""
+        shards = batch_shards(self.mesh)
+        if jax.process_count() == 1 or len(process_rows(self.mesh, shards)) == shards:
+            return False
+        told = hashlib.blake2b(digest_size=8)
+        for leaf in jax.tree.leaves(batch):
+            told.update(np.ascontiguousarray(leaf).tobytes())
+        digest = np.frombuffer(told.digest(), np.uint32)
+        return bool(np.all(multihost_utils.process_allgather(digest) == digest))
+
     def place(self, batch: Any, step: int | None = None) -> Any:
         """This process's rows as arrays [A, B / A, ...] over the mesh.
 
@@ -200,7 +220,7 @@ class Program:
 
         def put(path: Any, value: Any) -> jax.Array:
             # A copy: on a CPU the device array may share the host array's memory.
-            value = np.array(value).reshape(*lead, *np.shape(value)[1:])
+            value = _narrow(path_name(path), np.array(value)).reshape(*lead, *np.shape(value)[1:])
             _refuse_nan(path_name(path), value, step)
             shape = (lead[0], lead[1] * shards // mine, *value.shape[2:])
             return jax.make_array_from_process_local_data(sharding, value, shape)
@@ -224,7 +244,7 @@ class Program:
         sharding = self.replicated if whole else NamedSharding(self.mesh, P(BATCH_AXES))
 
         def put(path: Any, value: Any) -> jax.Array:
-            value = np.array(value)
+            value = _narrow(path_name(path), np.array(value))
             _refuse_nan(path_name(path), value, None)
             shape = value.shape if whole else (rows * shards // mine, *value.shape[1:])
             return jax.make_array_from_process_local_data(sharding, value, shape)
@@ -321,6 +341,37 @@ class Program:
         return self._evals[key]
 
 
+def _check_init(init: Init) -> None:
+    """Refuses an `init` that cannot be called with the random streams alone."""
+    if isinstance(init, type) and issubclass(init, nnx.Module):
+        # Flax gives all its modules one signature; the constructor's own tells.
+        signature = inspect.signature(init.__init__)
+        arguments: tuple[Any, ...] = (None, nnx.Rngs)
+    else:
+        signature, arguments = inspect.signature(init), (nnx.Rngs,)
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        name = getattr(init, "__name__", "init")
+        raise ConfigError(
+            f"init: is called as init(rngs), which {name}{signature} does not take; write "
+            f"init=lambda rngs: {name}(rngs=rngs)"
+        ) from None
+
+
+def _check_patterns(param_axes: Mapping[str, Any], params: Any) -> None:
+    """Refuses names of dimensions that are given for no parameter."""
+    paths = list(named_leaves(params))
+    faults = []
+    for pattern in param_axes:
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            near = difflib.get_close_matches(pattern, paths, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(paths[:6])}"
+            faults.append(f"param_axes: no parameter matches {pattern}{hint}")
+    if faults:
+        raise ConfigError(faults)
+
+
 def _declared_axes(model: nnx.Module) -> dict[str, Any]:
     """Logical names that parameters carry themselves, as Flax's partitioning metadata."""
     declared = {}
@@ -373,6 +424,21 @@ def _leading_rows(batch: Any) -> int:
             f"the arrays of a batch have the examples as their first dimension, all alike; got {shown}"
         )
     return next(iter(rows.values()))
+
+
+def _narrow(name: str, value: np.ndarray) -> np.ndarray:
+    """The array in the type that a device holds it in, if its numbers fit there."""
+    kind = np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
+    if kind == value.dtype or value.dtype.kind not in "iuf" or not value.size:
+        return value
+    finite = value[np.isfinite(value)]
+    limits: Any = np.finfo(kind) if kind.kind == "f" else np.iinfo(kind)
+    if finite.size and (finite.min() < limits.min or finite.max() > limits.max):
+        raise InputError(
+            f"data: {name or 'the batch'} holds {value.dtype} numbers that {kind} cannot hold (from "
+            f"{finite.min()} to {finite.max()}); scale them, or set jax_enable_x64"
+        )
+    return value.astype(kind)
 
 
 def _refuse_nan(name: str, value: np.ndarray, step: int | None) -> None:

@@ -61,11 +61,12 @@ class Recorder:
         give_up_after: int,
         last_good: Callable[[], str],
         on_step: OnStep | None = None,
+        unit: str = "tokens",
     ):
         primary = jax.process_index() == 0
         self.metrics = MetricsLog(run_dir, enabled=primary)
         self.events = EventLog(run_dir, enabled=primary)
-        self.progress = Progress(steps, first_step, mode=observe.progress, enabled=primary)
+        self.progress = Progress(steps, first_step, mode=observe.progress, enabled=primary, unit=unit)
         self._sinks = open_sinks(observe, run_dir, enabled=primary)
         self._every = observe.log_every
         self._rates, self._devices, self._steps = rates, devices, steps
@@ -76,6 +77,7 @@ class Recorder:
         self._tokens: list[float] = []
         self._waits: list[float] = []
         self.stop_voted = False
+        self.skipped_in_a_row = 0
         self.step = first_step
         self.last_record: dict[str, Any] = {}
 
@@ -126,6 +128,7 @@ class Recorder:
         self._tokens.append(float(values["tokens"]))
         self._waits.append(pending.input_wait)
         self.stop_voted |= bool(values["stop"])
+        self.skipped_in_a_row = int(values["skipped"])
         if not values["applied"]:
             self._skipped(pending.step, values)
         first = not self.last_record

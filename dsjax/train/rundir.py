@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 import jax
@@ -23,11 +25,12 @@ class RunDirectory:
       path: where it is.
       config: the resolved config of this call.
       allow_config_change: go on although settings differ from those the run was started with.
+      only: the settings that this run has, as `dump` takes them; None: all.
     """
 
-    def __init__(self, path: str | Path, config: Config, allow_config_change: bool = False):
+    def __init__(self, path: str | Path, config: Config, allow_config_change: bool = False, only: Any = None):
         self.path = Path(path)
-        self._config = config
+        self._config, self._only = config, only
         self._allow = allow_config_change
 
     @contextlib.contextmanager
@@ -66,7 +69,12 @@ class RunDirectory:
         stored = self.path / "config.yaml"
         if not stored.exists():
             return []
-        differences = changed(load([stored], environ={}), self._config)
+        with tempfile.TemporaryDirectory() as scratch:
+            # What the stored file does not name was never a setting of this run.
+            now = Path(scratch) / "now.yaml"
+            now.write_text(dump(self._config))
+            before = load([now, stored], environ={})
+        differences = changed(before, self._config)
         if differences and not self._allow:
             raise ConfigError(
                 [
@@ -77,14 +85,14 @@ class RunDirectory:
             )
         return differences
 
-    def begin(self, events: EventLog, step: int, differences: list[str]) -> None:
+    def begin(self, events: EventLog, step: int, differences: list[str], **facts: Any) -> None:
         """Writes config and environment; a change of config that was allowed becomes an event."""
         if differences:
             events.event("config_changed", step, changes=differences)
         if jax.process_index() != 0:
             return
-        (self.path / "config.yaml").write_text(dump(self._config))
-        (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+        _write(self.path / "config.yaml", dump(self._config, self._only))
+        _write(self.path / "environment.json", json.dumps(environment() | facts, indent=2) + "\n")
 
     def check_space(self, place: Path, checkpoint_bytes: int) -> None:
         """Refuses to start where not even one checkpoint would fit.
@@ -95,6 +103,13 @@ class RunDirectory:
         free = shutil.disk_usage(place).free
         if free < checkpoint_bytes:
             raise InputError(
-                f"checkpoint.disk.path {place}: one checkpoint takes {checkpoint_bytes / 1e9:.2f} GB and "
-                f"{free / 1e9:.2f} GB are free; free some space or set checkpoint.disk.path to another disk"
+                f"checkpoint.disk.path {place}: one checkpoint takes {checkpoint_bytes / 1e6:,.1f} MB and "
+                f"{free / 1e6:,.1f} MB are free; free some space or set checkpoint.disk.path to another disk"
             )
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces a file whole, so that no crash leaves half of it."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,11 +21,13 @@ from dsjax.checkpoint import DiskCheckpoints
 from dsjax.checkpoint.disk import state_bytes
 from dsjax.config import Config, from_dict
 from dsjax.data import as_step_loader
-from dsjax.errors import ConfigError, InputError
+from dsjax.errors import ConfigError, Diverged, InputError, Preempted
 from dsjax.mesh import make_mesh
 from dsjax.observe import check_sinks, peak_flops, write_report
+from dsjax.observe.logs import METRICS, read_lines
 from dsjax.precision import compute_dtype
 from dsjax.train import loop
+from dsjax.train.agreement import require_same_settings
 from dsjax.train.memory import refuse_oversized_state
 from dsjax.train.optimizers import Schedule
 from dsjax.train.program import Init, Program, Recipe
@@ -34,6 +37,14 @@ from dsjax.train.signals import stop_on_signals
 from dsjax.train.state import State
 from dsjax.train.tracing import trace_window
 
+# Metrics that only the loop has a use for.
+_OF_THE_LOOP = ("stop", "skipped", "tokens_seen")
+# The settings that a trainer of a script has; its model, data and optimizer are the script's own.
+_SCRIPTS_OWN = {
+    "run": True, "runtime": True, "mesh": True, "eval": True, "precision": True, "stability": True,
+    "checkpoint": True, "observe": True,
+    "train": {"steps", "gradient_accumulation_steps", "remat", "fsdp_gather"},
+}  # fmt: skip
 Optimizer: TypeAlias = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 
 
@@ -59,6 +70,8 @@ class Trainer:
       run, runtime, eval, precision, stability, checkpoint, observe: the config's sections of these names,
         as mappings.
       compiler_options: XLA options of the step, over those of the platform's preset.
+      allow_config_change: resume although settings differ from those the run was started with.
+      unit: what the loss's weight counts, for what is shown to people.
 
     Raises:
       ConfigError: settings that are wrong or do not fit the devices or the model.
@@ -87,6 +100,8 @@ class Trainer:
         checkpoint: Mapping[str, Any] | None = None,
         observe: Mapping[str, Any] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
+        allow_config_change: bool = False,
+        unit: str = "examples",
     ):
         if remat.startswith("every_"):
             raise ConfigError(
@@ -104,13 +119,18 @@ class Trainer:
             "fsdp_gather": fsdp_gather,
         }
         values["optimizer"] = {"max_grad_norm": max_grad_norm, "trainable": list(trainable)}
+        if isinstance(learning_rate, int | float):
+            values["optimizer"]["learning_rate"] = float(learning_rate)
         config = from_dict({**values, "model": {"kind": "python"}})
         setup(config.runtime)
         made = _as_optimizer(optimizer, learning_rate)
         recipe = Recipe(
             init, loss, lambda names_of: made, _as_schedule(learning_rate), dict(param_axes or {})
         )
-        self._start(recipe, config, devices, compiler_options)
+        rate = {"learning_rate"} if "learning_rate" in values["optimizer"] else set()
+        only = {**_SCRIPTS_OWN, "optimizer": {"max_grad_norm", "trainable", *rate}}
+        self._start(recipe, config, devices, compiler_options, allow_config_change, only)
+        self._unit, self._by_script = unit, True
 
     @classmethod
     def from_recipe(
@@ -144,8 +164,10 @@ class Trainer:
         devices: Sequence[jax.Device] | None,
         compiler_options: Mapping[str, Any] | None,
         allow_config_change: bool = False,
+        only: Mapping[str, Any] | None = None,
     ) -> None:
         check_sinks(config.observe)
+        require_same_settings(config)
         self.config = config
         self.compiles: list[tuple[str, float]] = []
         self.flops_per_step: float | None = None
@@ -166,8 +188,10 @@ class Trainer:
             compiler_options={**(chosen.options if chosen else {}), **(compiler_options or {})},
             on_compile=self._compiled,
         )
-        self.directory = RunDirectory(config.run.directory, config, allow_config_change)
+        self._only, self._allow = only, allow_config_change
+        self._unit, self._by_script = "tokens", False
         disk = config.checkpoint.disk
+        self.directory = RunDirectory(config.run.directory, config, allow_config_change, only)
         self.checkpoints = DiskCheckpoints(disk.path or self.directory.path / "checkpoints", keep=disk.keep)
         self._loader_state: Callable[[int], Any] = lambda step: None
 
@@ -195,15 +219,18 @@ class Trainer:
           batch: a tree of host arrays with this process's rows first (see `rows`).
 
         Returns:
-          The next state and the metrics loss, tokens (weight), grad_norm (before clipping),
-          learning_rate and the loss's own extras (as ``extra/NAME``), still on the device.
+          The next state and the metrics loss, tokens (weight), grad_norm (before clipping), applied
+          (False: skipped as not finite), learning_rate where it is known and the loss's own extras (as
+          ``extra/NAME``): scalars, still on the device.
 
         Raises:
           InputError: rows that do not divide over mesh and microbatches, or NaN in the batch.
           OutOfDeviceMemory: the step does not fit.
         """
+        _require_alive(state)
         placed = self.program.place(batch)
-        return self.program.step(placed)(state, placed, self.program.votes(False))
+        state, metrics = self.program.step(placed)(state, placed, self.program.votes(False))
+        return state, {name: value for name, value in metrics.items() if name not in _OF_THE_LOOP}
 
     def rows(self, global_batch_size: int) -> Any:
         """Which rows of a global batch this process gives to `step`, as positions in it, in order."""
@@ -211,6 +238,7 @@ class Trainer:
 
     def model(self, state: State) -> nnx.Module:
         """The Flax model with the state's parameters."""
+        _require_alive(state)
         return self.program.model(state)
 
     def evaluate(self, state: State, loader: Any, steps: int | None = None) -> dict[str, float]:
@@ -219,6 +247,7 @@ class Trainer:
         Raises:
           InputError: the set has no weight.
         """
+        _require_alive(state)
         batches = loader() if callable(loader) else loader
         limit = self.config.eval.steps if steps is None else steps
         return loop.evaluate(self.program, state, batches, limit)
@@ -227,6 +256,7 @@ class Trainer:
 
     def save(self, state: State) -> int:
         """Saves the state under its step, and waits until it is on disk. Returns the step."""
+        _require_alive(state)
         step = int(state.step)
         self._save(step, state)
         self.checkpoints.wait()
@@ -295,12 +325,14 @@ class Trainer:
           InputError, ConfigError, OutOfDeviceMemory: as their messages say.
         """
         data = as_step_loader(loader)
-        with self.directory.locked():
+        self._set_steps(steps)
+        with self.directory.locked(), self._telling():
             state, meta, differences = self._first_state(state)
             step, resumed = int(state.step), int(state.step) > 0
-            if step >= steps:
+            owed = self._owes_evaluation(step, steps, bool(eval_loader))
+            if step >= steps and not owed:
                 say(
-                    f"{self.directory.path}: step {step} of {steps} is done already; raise train.steps to go on"
+                    f"{self.directory.path}: step {step} of {steps} is done already; ask for more steps to go on"
                 )
                 return state
             self.checkpoints.prepare()
@@ -309,16 +341,57 @@ class Trainer:
             data.restore(meta.get("loader"), first_batch)
             self._loader_state = data.state
             plan = self._plan(steps, stop_after, eval_loader, on_eval, on_checkpoint, data)
+            plan.evaluate_first = owed
             with stop_on_signals() as stop, self._recording(step, steps, on_step) as recorder:
-                self.directory.begin(recorder.events, step, differences)
+                self.directory.begin(recorder.events, step, differences, unit=self._unit)
                 recorder.event("resumed" if resumed else "started", step, **self._facts())
                 for note in [*self.notes, *data.notes]:
                     recorder.progress.message(note)
                 with closing_iterator(data.iterate(first_batch)) as batches:
+                    batches = self._not_alike(batches, recorder)
                     state = loop.run_loop(self.program, state, batches, plan, recorder, stop)
                 self.checkpoints.wait()
                 recorder.event("finished", int(state.step))
         return state
+
+    def _owes_evaluation(self, step: int, steps: int, has_sets: bool) -> bool:
+        """Whether the evaluation that was due at this step is missing: the run was stopped before it."""
+        every = self.config.eval.every or steps
+        if not has_sets or step == 0 or (step % every and step < steps):
+            return False
+        records = read_lines(self.directory.path / METRICS)
+        return not any(record.get("step") == step and "eval" in record for record in records)
+
+    def _set_steps(self, steps: int) -> None:
+        """Enters the number of steps that a script asks for into the run's settings."""
+        if self._by_script:
+            train = self.config.train.model_copy(update={"steps": steps})
+            self.config = self.config.model_copy(update={"train": train})
+            self.directory = RunDirectory(self.directory.path, self.config, self._allow, self._only)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tells a script's user how `fit` ended, as the command line does for its own."""
+        try:
+            yield
+        except Preempted as stopped:
+            if self._by_script:
+                say(str(stopped))
+            raise
+        if self._by_script:
+            say(f"{self.directory.path}: config.yaml, metrics.jsonl, events.jsonl, report.html, checkpoints/")
+
+    def _not_alike(self, batches: Iterator[Any], recorder: Recorder) -> Iterator[Any]:
+        """The batches; warns if every process brings the same rows where each should bring its own."""
+        first = next(batches, None)
+        if first is None:
+            return batches
+        if self.program.rows_are_alike(first):
+            recorder.progress.message(
+                "WARNING: all processes bring the same rows, so each counts several times; give every process "
+                "its own (trainer.rows tells which)"
+            )
+        return itertools.chain([first], batches)
 
     def _facts(self) -> dict[str, Any]:
         sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
@@ -336,6 +409,7 @@ class Trainer:
         if resume == "must" and latest is None and given is None:
             raise InputError(f"run.resume is must but {where} holds no checkpoint; set run.resume to auto")
         if given is not None:
+            _require_alive(given)
             if latest is not None and latest > int(given.step):
                 raise InputError(
                     f"{where} already holds step {latest} but fit was given a state of step {int(given.step)}; leave "
@@ -369,7 +443,7 @@ class Trainer:
         on_checkpoint: Any,
         data: Any,
     ) -> loop.Plan:
-        sets = eval_loader if isinstance(eval_loader, Mapping) else {"eval": eval_loader}
+        sets = eval_loader if isinstance(eval_loader, Mapping) else {"heldout": eval_loader}
         sets = {name: loader for name, loader in sets.items() if loader is not None}
 
         def evaluate(state: State) -> loop.Results:
@@ -404,15 +478,19 @@ class Trainer:
             give_up_after=self.config.stability.give_up_after,
             last_good=self._last_good,
             on_step=on_step,
+            unit=self._unit,
         )
         self._recorder = recorder
         try:
             with recorder:
                 yield recorder
-        except BaseException:
-            # The save under way still counts; its own error would hide the one that ended the run.
-            with suppress(Exception):
-                self.checkpoints.wait()
+        except BaseException as error:
+            # The save under way still counts; its own error would hide the one that ended the run.  Where
+            # only this process failed, the others would not take part in finishing it.
+            together = jax.process_count() == 1 or isinstance(error, Diverged | Preempted)
+            if together and not self.checkpoints.failed:
+                with suppress(Exception):
+                    self.checkpoints.wait()
             raise
         finally:
             self._recorder = None
@@ -420,6 +498,8 @@ class Trainer:
                 write_report(self.directory.path)
 
     def _last_good(self) -> str:
+        if not self.checkpoints.failed:
+            self.checkpoints.wait()
         latest = self.checkpoints.latest_step()
         place = self.checkpoints.directory
         return (
@@ -444,6 +524,19 @@ def closing_iterator(batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
         getattr(batches, "close", lambda: None)()
 
 
+def _require_alive(state: State) -> None:
+    """Refuses a state whose arrays are gone.
+
+    Raises:
+      InputError: it was given to a step, which works in its memory.
+    """
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        raise InputError(
+            "state: its arrays were donated to an earlier step; use the state that the step returned "
+            "(state, metrics = trainer.step(state, batch))"
+        )
+
+
 def _as_schedule(learning_rate: float | Schedule | None) -> Schedule | None:
     if learning_rate is None or callable(learning_rate):
         return learning_rate
@@ -453,6 +546,10 @@ def _as_schedule(learning_rate: float | Schedule | None) -> Schedule | None:
 def _as_optimizer(optimizer: Optimizer, learning_rate: Any) -> optax.GradientTransformation:
     if isinstance(optimizer, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
         return optimizer
+    if not callable(optimizer):
+        raise ConfigError(
+            f"optimizer: takes an optax transformation or a function of the learning rate, got {optimizer!r}"
+        )
     if learning_rate is None:
         raise ConfigError("learning_rate: optimizer is a function of it, so give a number or a schedule")
     return optimizer(learning_rate)

@@ -183,3 +183,34 @@ def test_an_evaluation_set_without_text(settings: Any, corpus: Path, tmp_path: P
     for call in (lambda: open_eval(config, ROWS), lambda: build(config)):
         with pytest.raises(InputError, match=r"eval.sets.mine: no text in .*nothing.txt"):
             call()
+
+
+def test_an_evaluation_set_of_another_kind(
+    settings: Any, corpus: Path, write_lines: Any, tmp_path: Path
+) -> None:
+    train = write_lines("train.jsonl", [{"body": f"document {n}"} for n in range(9)])
+    text = tmp_path / "wiki.txt"
+    text.write_text("plain text\n")
+    config = settings(
+        {"kind": "jsonl", "paths": train, "field": "body", "holdout": 0.0},
+        {"eval": {"sets": {"wiki": str(text)}}},
+    )
+    with pytest.raises(InputError) as caught:
+        open_eval(config, ROWS)
+    [told] = caught.value.faults
+    assert told.startswith(f"eval.sets.wiki: {text}:1: not JSON")
+    assert told.endswith("(its files are read as jsonl; eval.sets.wiki.kind takes another)")
+    config.eval.sets["wiki"].kind = "text"
+    assert open_eval(config, ROWS)["wiki"].num_documents == 1
+
+
+def test_a_failed_build_leaves_no_directory(refused: Any, tmp_path: Path) -> None:
+    assert "given:1: not JSON" in refused("jsonl", b"plain text\n")
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
+
+
+def test_an_arrayrecord_file_without_records(refused: Any, tmp_path: Path) -> None:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    ArrayRecordWriter(str(tmp_path / "none"), "group_size:1").close()
+    assert "no text in given" in refused("arrayrecord", (tmp_path / "none").read_bytes())

@@ -77,6 +77,38 @@ def test_a_plain_line_has_what_a_person_asks(capsys):
     assert "left 21:00" in line  # 630 steps of 2 s
 
 
+def test_the_first_metrics_of_the_users_own_are_shown(capsys):
+    own = {"accuracy": 0.98765, "top5": None, "f1": float("nan"), "recall": 0.5, "tokens": 7.0, "note": "x"}
+    with Progress(10, mode="plain", unit="images") as progress:
+        progress.update(1, {**RECORD, **own})
+    line = capsys.readouterr().out
+    assert "loss 3.2500  accuracy 0.9877  top5 n/a  f1 n/a  grad norm" in line
+    assert "12,346 images/s" in line and "tokens" not in line and "recall" not in line and "note" not in line
+
+
+@pytest.mark.parametrize(
+    ("columns", "own", "shown", "left_out"),
+    [
+        (40, {}, ["step"], ["left", "tokens/s"]),
+        (80, {}, ["loss 3.2500", "12,346 tokens/s", "left 4:52"], ["grad norm"]),
+        (80, {"accuracy": 0.5}, ["loss 3.2500", "accuracy 0.5", "left 4:52"], ["tokens/s"]),
+        (200, {"accuracy": 0.5}, ["accuracy 0.5", "grad norm 0.5", "MFU 41.2%", "elapsed"], []),
+    ],
+)
+def test_the_live_bar_is_one_line(columns, own, shown, left_out):
+    code = (
+        "import time\nfrom dsjax.observe import Progress\n"
+        "with Progress(10_000, mode='rich') as progress:\n"
+        f"    progress.update(1234, {{**{RECORD}, **{own}}})\n    time.sleep(0.3)\n"
+    )
+    drawn = on_a_terminal([sys.executable, "-c", code], COLUMNS=str(columns))
+    assert "\x1b[1A" not in drawn  # it goes up a line where the bar takes two
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn))
+    last = [line.rstrip() for line in lines if "step" in line][-1]
+    assert len(last) <= columns
+    assert all(fact in last for fact in shown) and not any(fact in last for fact in left_out)
+
+
 def test_an_unknown_mfu_is_not_shown_and_missing_numbers_are_said_to_be(capsys):
     with Progress(10, mode="plain") as progress:
         progress.update(1, {**RECORD, "mfu": None, "loss": None, "grad_norm": float("nan")})

@@ -94,6 +94,42 @@ def test_a_run_with_everything(tmp_path):
     assert not re.search(r"(https?:)?//[a-z]", text.replace("// Shows", ""))
 
 
+def test_metrics_of_the_users_own_get_a_chart_each(tmp_path):
+    metrics = MetricsLog(tmp_path, enabled=True)
+    for step in range(1, 5):
+        metrics.write(a_line(step, accuracy=step / 4, margin=math.nan, note="text"))
+    result = {"loss": 1.0, "tokens": 9.0, "perplexity": 2.7, "accuracy": 0.875, "recall": 0.5}
+    metrics.write({"step": 4, "eval": {"held": result}})
+    _, text = page_of(tmp_path)
+    assert re.findall(r"<h2>([\w ]+?) <small", text)[4:] == ["accuracy", "margin", "recall"]
+    card = text.partition("<h2>accuracy")[2].partition("</section>")[0]
+    assert "eval held" in card and "0.875" in card and card.count("<circle") == 1
+
+
+def test_the_unit_is_the_environments(tmp_path):
+    MetricsLog(tmp_path, enabled=True).write(a_line(1))
+    (tmp_path / "environment.json").write_text('{"unit": "images"}')
+    page, _ = page_of(tmp_path)
+    assert "images/s, all devices" in page.text and "images seen" in page.text and "tokens" not in page.text
+
+
+def test_the_first_step_after_a_start_is_no_part_of_the_line(tmp_path):
+    metrics, events = MetricsLog(tmp_path, enabled=True), EventLog(tmp_path, enabled=True)
+    events.event("started", 0, mesh={}, devices=1)
+    events.event("resumed", 15, mesh={})  # undone by the next, which goes back further
+    events.event("resumed", 10, mesh={})
+    for step in (1, 5, 10, 11, 15, 16, 20):
+        metrics.write(a_line(step, tokens_per_second=10.0 if step in (1, 11) else 1000.0))
+    page, text = page_of(tmp_path)
+    card = text.partition("<h2>Throughput")[2].partition("</section>")[0]
+    steady, first = json.loads(re.findall(r'json">(.*?)</script>', card)[0])
+    assert [point[2] for point in steady] == [5, 10, 15, 16, 20]
+    assert [point[2:] for point in first] == [[1, 10.0], [11, 10.0]]
+    assert card.count("<circle") == 2 and "first after a start" in card
+    assert ("tokens/s (median)", "1,000") in re.findall(r'soft">([^<]*)</span><b>([^<]*)', text)
+    assert "mesh" not in page.text and "devices 1" in page.text
+
+
 def test_an_empty_directory(tmp_path):
     page, _ = page_of(tmp_path)
     assert page.text.count("nothing logged yet") == 4 and "not started" in page.text

@@ -270,3 +270,77 @@ def test_initialisation_from_another_run(tmp_path: Path) -> None:
     state = other.fit(iter([rows]), steps=1)
     np.testing.assert_array_equal(np.asarray(state.params["inner"]["kernel"][...]), kernel)
     assert int(state.step) == 1
+
+
+def test_the_stored_config_holds_what_the_script_set_and_nothing_else(undisturbed: Path) -> None:
+    text = (undisturbed / "config.yaml").read_text()
+    assert "steps: 9" in text and "max_grad_norm" in text
+    assert "hidden_size" not in text and "data:" not in text.replace("  data:", "") and "llama" not in text
+    assert "learning_rate" not in text
+
+
+def test_what_a_script_gets_wrong_is_told_before_anything_runs() -> None:
+    with pytest.raises(dsjax.ConfigError, match=r"init=lambda rngs: Net\(rngs=rngs\)"):
+        dsjax.Trainer(Net, loss, optax.sgd(0.1))
+    with pytest.raises(dsjax.ConfigError, match="no parameter matches inner/kernal; did you mean inner/kernel"):
+        dsjax.Trainer(
+            lambda rngs: Net(rngs=rngs), loss, optax.sgd(0.1), param_axes={"inner/kernal": ("embed", "mlp")}
+        )
+    mean = dsjax.Trainer(lambda rngs: Net(rngs=rngs), lambda model, batch: jnp.mean(batch["x"]), optax.sgd(0.1))
+    rows = jax.tree.map(lambda *r: np.stack(r), *[example(i) for i in range(ROWS)])
+    with pytest.raises(dsjax.ConfigError, match=r"one array of shape \(\).*not a mean"):
+        mean.step(mean.init(), rows)
+
+
+def test_the_metrics_of_a_step_are_scalars(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    rows = jax.tree.map(lambda *r: np.stack(r), *[example(i) for i in range(ROWS)])
+    _, metrics = made.step(made.init(), rows)
+    assert {name: float(value) for name, value in metrics.items()}.keys() == {
+        "loss", "tokens", "grad_norm", "applied", "learning_rate",
+    }  # fmt: skip
+
+
+def test_a_state_that_was_donated_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    rows = jax.tree.map(lambda *r: np.stack(r), *[example(i) for i in range(ROWS)])
+    old = made.init()
+    made.step(old, rows)
+    for use in (lambda: made.step(old, rows), lambda: made.save(old), lambda: made.evaluate(old, [rows])):
+        with pytest.raises(dsjax.InputError, match="donated to an earlier step"):
+            use()
+
+
+def test_numbers_that_a_device_cannot_hold_are_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    rows = jax.tree.map(lambda *r: np.stack(r), *[example(i) for i in range(ROWS)])
+    for value in (np.full(ROWS, 2**40), np.full(ROWS, 1e300)):
+        with pytest.raises(dsjax.InputError, match=r"y holds (int64|float64) numbers that (int32|float32) cannot"):
+            made.step(made.init(), {**rows, "y": value})
+
+
+def test_a_loss_may_not_take_the_name_of_a_metric(tmp_path: Path) -> None:
+    made = dsjax.Trainer(
+        lambda rngs: Net(rngs=rngs), lambda m, b: (*loss(m, b), {"grad_norm": (1.0, 1.0)}), optax.sgd(0.1)
+    )
+    rows = jax.tree.map(lambda *r: np.stack(r), *[example(i) for i in range(ROWS)])
+    with pytest.raises(dsjax.ConfigError, match="grad_norm: these names are taken"):
+        made.step(made.init(), rows)
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path: Path) -> None:
+    held_out = grain.MapDataset.range(8).map(example).batch(ROWS)
+    trainer(tmp_path).fit(loader(), steps=3, eval_loader=held_out)
+    whole = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert "eval" in json.loads(whole[-1])
+    (tmp_path / "metrics.jsonl").write_text("\n".join(whole[:-1]) + "\n")
+    trainer(tmp_path).fit(loader(), steps=3, eval_loader=held_out)
+    again = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert again[-1]["eval"] == json.loads(whole[-1])["eval"] and len(again) == len(whole)
+
+
+def test_nothing_is_saved_while_steps_are_skipped(tmp_path: Path) -> None:
+    made = trainer(tmp_path, every=1, stability={"give_up_after": 4})
+    with pytest.raises(dsjax.Diverged, match="checkpoints/2"):
+        made.fit(poisoned(set(range(3, 20)), 3e38), steps=12)
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [1, 2]
