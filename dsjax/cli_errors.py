@@ -9,7 +9,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from dsjax.errors import (
@@ -19,8 +18,8 @@ from dsjax.errors import (
     EXIT_OUT_OF_MEMORY,
     EXIT_PREEMPTED,
     DsjaxError,
-    Preempted,
 )
+from dsjax.train.signals import stop_outside_of_training
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # as a shell names the end by Ctrl-C
 EXIT_BROKEN_PIPE = 128 + 13  # likewise by SIGPIPE
@@ -42,8 +41,7 @@ _DISK_FAULTS = {
 
 def guarded(call: Callable[[], int | None]) -> int:
     """Run one verb; report what it raises and return the exit code of the process."""
-    with suppress(ValueError):  # only the main thread can
-        signal.signal(signal.SIGTERM, _stopped_early)
+    stop_outside_of_training()
     try:
         code = call() or EXIT_DONE
         sys.stdout.flush()
@@ -61,11 +59,6 @@ def report(error: BaseException) -> int:
         traceback.print_exception(error)
     _print(lines)
     return code
-
-
-def _stopped_early(number: int, frame: object) -> None:
-    """SIGTERM while no loop is there to receive it: nothing has changed since the last save."""
-    raise Preempted("stopped by SIGTERM outside of training; run the same command again to go on")
 
 
 def leave(code: int) -> NoReturn:

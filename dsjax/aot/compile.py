@@ -68,7 +68,7 @@ def compile_for(target: Target, lowered: Any, options: Mapping[str, Any] | None 
       options: XLA's `compiler_options`; see `choose_options`.
 
     Raises:
-      ConfigError: an option that this jaxlib does not know, one line each.
+      ConfigError: an option that this jaxlib does not know, one line each; a chip too new for ptxas.
       OutOfDeviceMemory: XLA finds no way to place the program in the chip's memory.
     """
     options = dict(options or {})
@@ -79,6 +79,10 @@ def compile_for(target: Target, lowered: Any, options: Mapping[str, Any] | None 
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "RESOURCE_EXHAUSTED" in said:
             raise OutOfDeviceMemory(f"{target.name}: the program cannot be compiled: {said[:300]}") from error
+        if "ptxas" in said:
+            raise ConfigError(
+                f"{target.name}: the compiler for GPUs here does not take it: {said[:300]}"
+            ) from error
         unknown = [name for name, value in options.items() if refused_for(target, ((name, value),))]
         if unknown:
             raise ConfigError(

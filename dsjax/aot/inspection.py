@@ -252,7 +252,10 @@ def _kernel_name(site: Site) -> str:
         return ""
     # The settings of a kernel are MLIR's attributes, not JSON; its code comes before its name.
     told = re.findall(r'\bname = "([^"\\]*)"', site.instruction.attributes.get("backend_config", ""))
-    return told[-1] if told else site.instruction.op_name.rpartition("/")[2] or site.instruction.name
+    path = [
+        part for part in site.instruction.op_name.split("/") if part not in ("", "pallas_call", "mpmd_map")
+    ]
+    return (told or path or [site.instruction.name])[-1]
 
 
 def _memory(compiled: Any) -> Memory | None:

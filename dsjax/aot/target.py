@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
+import json
 import math
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -171,14 +172,27 @@ def _check_size(text: str, size: int) -> None:
 
 def missing_for(kind: str) -> str | None:
     """What has to be installed before programs can be compiled for a kind of chip; None where nothing is."""
-    needs = {"gpu": ["jax_cuda12_plugin", "nvidia.cuda_nvcc"], "tpu": ["libtpu"]}.get(kind, [])
-    absent = [name for name in needs if not _there(name)]
-    if kind == "gpu" and absent == ["nvidia.cuda_nvcc"] and shutil.which("ptxas"):
-        absent = []
+    absent: list[str] = []
+    if kind == "tpu":
+        absent = [] if _there("libtpu") else ["libtpu"]
+    elif kind == "gpu":
+        absent = [] if _cuda_plugin() else ["jax-cuda12-plugin"]
+        if not _has_driver():  # a machine with a GPU has the toolkit that its jax was installed with
+            wheels = {"nvidia-cuda-nvcc-cu12": "nvidia.cuda_nvcc", "nvidia-cudnn-cu12": "nvidia.cudnn"}
+            absent += [name for name, module in wheels.items() if not _there(module)]
     if not absent:
         return None
     command = "pip install libtpu (the version that fits your jax)" if kind == "tpu" else INSTALL_AOT
     return f"compiling for a {kind.upper()} that is not here needs {', '.join(absent)}: {command}"
+
+
+def _cuda_plugin() -> str | None:
+    """The number of the CUDA that jax's plugin here is for."""
+    return next((n for n in ("12", "13") if _there(f"jax_cuda{n}_plugin")), None)
+
+
+def _has_driver() -> bool:
+    return os.path.exists("/dev/nvidiactl")
 
 
 def _there(name: str) -> bool:
@@ -214,8 +228,22 @@ def _topology(shape: str, config: str) -> Any:
             return find()
         except NotImplementedError:
             # jax looked for plugins before and left this one out, for want of a driver.
-            importlib.import_module("jax_plugins.xla_cuda12").initialize()
-            return find()
+            plugin = f"cuda{_cuda_plugin()}"
+            try:
+                importlib.import_module(f"jax_plugins.xla_{plugin}").initialize()
+                return find()
+            except Exception as error:
+                raise ConfigError(
+                    f"jax {jax.__version__} does not take the jax-{plugin}-plugin {_version(plugin)} that is "
+                    f"installed; the two have one version: {INSTALL_AOT}"
+                ) from error
+
+
+def _version(plugin: str) -> str:
+    try:
+        return importlib.metadata.version(f"jax-{plugin}-plugin")
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
 
 
 @contextlib.contextmanager
@@ -242,7 +270,7 @@ def _quiet() -> Iterator[None]:
 def _no_driver_expected(jax: Any) -> Iterator[None]:
     """The CUDA plugin asks for a driver unless the platforms to be used leave CUDA out."""
     before = jax.config.jax_platforms
-    if before is None and not os.path.exists("/dev/nvidiactl"):
+    if before is None and not _has_driver():
         jax.config.update("jax_platforms", "cpu")
     try:
         yield
@@ -307,5 +335,5 @@ def target_config(chip: Chip) -> str:
     return (
         f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
         'platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 9 } '
-        f'device_description_str: "{xla.description}"'
+        f"device_description_str: {json.dumps(xla.description)}"
     )

@@ -111,7 +111,7 @@ def _fusion_bytes(computation: Computation, instruction: Instruction, inner: Com
     read = 0.0
     for parameter in inner.parameters:
         users = _through(inner, parameter)
-        if users and all(user.opcode in _SLICES for user in users):
+        if users and all(_takes_slice_of(inner, user, parameter) for user in users):
             read += sum(bytes_of(user.shape) for user in users)
         elif users and all(_sets_slice_of(inner, user, parameter) for user in users):
             continue
@@ -130,13 +130,20 @@ def _through(computation: Computation, instruction: Instruction) -> list[Instruc
     return users
 
 
+def _takes_slice_of(computation: Computation, user: Instruction, parameter: Instruction) -> bool:
+    return user.opcode in _SLICES and _source(computation, user) is parameter
+
+
 def _sets_slice_of(computation: Computation, user: Instruction, parameter: Instruction) -> bool:
-    if user.opcode != "dynamic-update-slice":
-        return False
-    target = computation.operands(user)[0]
-    while target.opcode in _PASSING:
-        target = computation.operands(target)[0]
-    return target is parameter
+    return user.opcode == "dynamic-update-slice" and _source(computation, user) is parameter
+
+
+def _source(computation: Computation, slicing: Instruction) -> Instruction:
+    """What a slice is taken of or set in, by its own name and type."""
+    source = computation.operands(slicing)[0]
+    while source.opcode in _PASSING:
+        source = computation.operands(source)[0]
+    return source
 
 
 def _written(computation: Computation, result: Instruction) -> float:

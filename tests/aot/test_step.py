@@ -190,6 +190,22 @@ def test_pallas_kernels_are_told_from_the_rest():
     assert (found.operands[0].dims, found.results[0].dtype) == ((128,), "f32")
 
 
+@gpu
+def test_mosaic_kernels_are_kernels_too():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def triple(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 3
+
+    target = aot.parse_target("1xH100")
+    sharding = NamedSharding(Mesh(target.devices(), ("x",)), P())
+    argument = jax.ShapeDtypeStruct((128, 128), jnp.float32, sharding=sharding)
+    result = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    kernel = plgpu.kernel(triple, out_type=result)
+    inspection = aot.inspect(aot.compile_for(target, aot.lower_for(target, kernel, argument)))
+    assert [c.kernel for c in inspection.kernels("triple")] == ["triple"]
+
+
 def convolutions(target):
     """A convolution and its gradients with 3 x 3 x 16 -> 32 kernels over images of 8 x 8, one image a device."""
     devices = target.devices()

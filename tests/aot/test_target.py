@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dsjax import aot
 from dsjax.aot import target as targets
@@ -99,7 +102,7 @@ def test_simulated_devices_are_those_that_jax_has(cpu8):
 
 def test_missing_wheels_are_told_with_the_command(monkeypatch):
     monkeypatch.setattr(targets, "_there", lambda name: False)
-    monkeypatch.setattr(targets.shutil, "which", lambda name: None)
+    monkeypatch.setattr(targets, "_has_driver", lambda: False)
     with pytest.raises(ConfigError, match="pip install 'dsjax\\[aot\\]'"):
         aot.parse_target("8xH100").devices()
     with pytest.raises(ConfigError, match="libtpu"):
@@ -115,3 +118,18 @@ def test_devices_of_a_host_are_adjacent(name):
     assert len(devices) == 8
     assert {d.device_kind for d in devices} == {target.chip.xla.description}
     assert [d.process_index for d in devices] == [i // target.devices_per_host for i in range(8)]
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12),
+    reason="XLA leaves a chip that it cannot compile for to that machine's driver",
+)
+def test_a_chip_too_new_for_the_compiler_is_refused_in_a_line(tmp_path):
+    file = tmp_path / "chips.yaml"
+    file.write_text("next: {extends: H100, xla: {capability: '99.0', description: 'the \"next\" {'}}")
+    target = aot.parse_target("1xnext", aot.load_chips(file))
+    sharding = NamedSharding(Mesh(target.devices(), ("x",)), P())
+    argument = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)
+    with pytest.raises(ConfigError, match="1xnext: the compiler for GPUs here does not take it"):
+        aot.compile_for(target, aot.lower_for(target, lambda x: jnp.tanh(x) @ x, argument))
