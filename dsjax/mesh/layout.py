@@ -45,11 +45,14 @@ class Layout:
       mesh: the device mesh, with all axes.
       param_axes: path pattern (fnmatch) -> logical names, one a dimension.
       fsdp_gather: "layer" (gather as layers run) or "step" (once, before the first layer).
+      gather_dtype: type in which named matrices are gathered and their gradients scattered: the one they
+        are used in; None: their own.
     """
 
     mesh: Mesh
     param_axes: Mapping[str, Names] = field(default_factory=dict)
     fsdp_gather: str = "layer"
+    gather_dtype: Any = None
     param_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PARAM_RULES)
     activation_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ACTIVATION_RULES)
 
@@ -255,6 +258,9 @@ def _gather_one(layout: Layout, path: str, leaf: Any) -> Any:
     else:
         used = P(*(layout._entry(layout.param_rules, n, without="fsdp") for n in names))
         kept = P(*(layout._entry(layout.param_rules, n) for n in names))
+    if layout.gather_dtype is not None and len([n for n in names or () if n != "layers"]) >= 2:
+        # Half the bytes on the wire; left to itself the compiler casts some of them after the gather.
+        leaf = leaf.astype(layout.gather_dtype)
     return _resharded(leaf, NamedSharding(layout.mesh, used), NamedSharding(layout.mesh, kept))
 
 

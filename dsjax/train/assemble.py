@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from dsjax.mesh import batch_shards, make_mesh, zigzag_order
 from dsjax.models import ModelSpec, build
 from dsjax.train.losses import language_model_loss, logits_loss
 from dsjax.train.optimizers import make_optimizer, make_schedule
-from dsjax.train.program import Program, Recipe
+from dsjax.train.program import Program, Recipe, lay_out
 from dsjax.train.trainer import Trainer
 
 
@@ -64,7 +64,7 @@ def assemble(config: Config, *, allow_config_change: bool = False) -> Assembled:
     """
     check_batch(config, make_mesh(config.mesh))
     tokenizer = load_tokenizer(config)
-    model = _model(config, tokenizer)
+    model = _model(config, jax.default_backend(), tokenizer.vocab_size)
     train = config.train
     tokens = train.global_batch_size * train.sequence_length
     per_token = model.flops_per_token(train.sequence_length)
@@ -78,11 +78,29 @@ def assemble(config: Config, *, allow_config_change: bool = False) -> Assembled:
     return Assembled(config, tokenizer, model, trainer)
 
 
-def _model(config: Config, tokenizer: Tokenizer) -> ModelSpec:
+def program_for(
+    config: Config, devices: Sequence[jax.Device], vocab_size: int | None = None
+) -> tuple[Program, ModelSpec]:
+    """The compiled side of a config's run on these devices, which need not be here.
+
+    Args:
+      vocab_size: of the tokenizer, where the model's config names none.
+
+    Raises:
+      ConfigError: what cannot be built on such a mesh, a line a fault.
+    """
+    mesh = make_mesh(config.mesh, devices)
+    check_batch(config, mesh)
+    platform = "gpu" if devices[0].platform == "cuda" else devices[0].platform
+    model = _model(config, platform, vocab_size)
+    return lay_out(_recipe(config, model), config, mesh), model
+
+
+def _model(config: Config, platform: str, vocab_size: int | None) -> ModelSpec:
     return build(
         config.model,
-        platform=jax.default_backend(),
-        vocab_size_hint=tokenizer.vocab_size,
+        platform=platform,
+        vocab_size_hint=vocab_size,
         remat=config.train.remat,
         max_length=config.train.sequence_length,
     )
@@ -119,7 +137,8 @@ def _alternatives(config: Config, tokenizer: Tokenizer, trainer: Trainer) -> lis
                 continue
             settings = {"gradient_accumulation_steps": microbatches, "remat": remat}
             changed = config.model_copy(update={"train": train.model_copy(update=settings)})
-            other = Trainer.from_recipe(_recipe(changed, _model(changed, tokenizer)), changed)
+            program, _ = program_for(changed, list(trainer.mesh.devices.flat), tokenizer.vocab_size)
+            program.compiler_options = trainer.program.compiler_options
             text = " ".join(f"train.{k}={v}" for k, v in settings.items() if v != getattr(train, k))
-            found.append((text, other.program))
+            found.append((text, program))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,3 +196,12 @@ def evaluate(program: Program, state: State, batches: Any, steps: int = -1) -> d
 
 def _exp(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
+
+
+@contextmanager
+def closing_iterator(batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
+    """Ends the threads behind an iterator that has any, however the loop ends."""
+    try:
+        yield batches
+    finally:
+        getattr(batches, "close", lambda: None)()

@@ -1,15 +1,13 @@
 """The compiled side of a trainer: abstract state, places, batches onto devices, one step compiled.
 
-Nothing here knows of files, loops or configs: it turns a model, a loss, an optimizer and a mesh
+Nothing here knows of files or loops: it turns a model, a loss, an optimizer and a mesh
 into functions over sharded arrays.
 """
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import hashlib
-import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,9 +22,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dsjax.config import Config
 from dsjax.errors import ConfigError, InputError
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
-from dsjax.precision import apply_policy
+from dsjax.precision import apply_policy, compute_dtype
+from dsjax.train.given import Init, check_init, check_patterns
 from dsjax.train.memory import (
     compiled_bytes,
     device_bytes,
@@ -38,7 +38,6 @@ from dsjax.train.optimizers import optimizer_shardings
 from dsjax.train.state import State, first_state
 from dsjax.train.step import StepParts, eval_step, train_step
 
-Init = Callable[[nnx.Rngs], nnx.Module]
 MakeOptimizer = Callable[[Callable[[str], Any]], optax.GradientTransformation]
 
 
@@ -93,17 +92,20 @@ class Program:
 
     def __post_init__(self) -> None:
         recipe = self.recipe
-        _check_init(recipe.init)
+        check_init(recipe.init)
         abstract = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
         self.layout = Layout(
-            self.mesh, {**_declared_axes(abstract), **recipe.param_axes}, fsdp_gather=self.fsdp_gather
+            self.mesh,
+            {**_declared_axes(abstract), **recipe.param_axes},
+            fsdp_gather=self.fsdp_gather,
+            gather_dtype=None if self.compute_dtype == jnp.float32 else self.compute_dtype,
         )
         self._filter = _trainable_filter(self.trainable)
         graph, *states = nnx.split(abstract, self._filter, ...)
         params, model_state = states
         if self.trainable and not jax.tree.leaves(params):
             raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(self.trainable)}")
-        _check_patterns(recipe.param_axes, nnx.state(abstract, nnx.Param))
+        check_patterns(recipe.param_axes, nnx.state(abstract, nnx.Param))
         self.layout.check(nnx.state(abstract, nnx.Param))
         optimizer = recipe.make_optimizer(self.layout.names_of)
         self.parts = StepParts(
@@ -341,37 +343,6 @@ class Program:
         return self._evals[key]
 
 
-def _check_init(init: Init) -> None:
-    """Refuses an `init` that cannot be called with the random streams alone."""
-    if isinstance(init, type) and issubclass(init, nnx.Module):
-        # Flax gives all its modules one signature; the constructor's own tells.
-        signature = inspect.signature(init.__init__)
-        arguments: tuple[Any, ...] = (None, nnx.Rngs)
-    else:
-        signature, arguments = inspect.signature(init), (nnx.Rngs,)
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        name = getattr(init, "__name__", "init")
-        raise ConfigError(
-            f"init: is called as init(rngs), which {name}{signature} does not take; write "
-            f"init=lambda rngs: {name}(rngs=rngs)"
-        ) from None
-
-
-def _check_patterns(param_axes: Mapping[str, Any], params: Any) -> None:
-    """Refuses names of dimensions that are given for no parameter."""
-    paths = list(named_leaves(params))
-    faults = []
-    for pattern in param_axes:
-        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
-            near = difflib.get_close_matches(pattern, paths, 1)
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(paths[:6])}"
-            faults.append(f"param_axes: no parameter matches {pattern}{hint}")
-    if faults:
-        raise ConfigError(faults)
-
-
 def _declared_axes(model: nnx.Module) -> dict[str, Any]:
     """Logical names that parameters carry themselves, as Flax's partitioning metadata."""
     declared = {}
@@ -452,3 +423,23 @@ def _refuse_nan(name: str, value: np.ndarray, step: int | None) -> None:
             f"data: {where} holds NaN in {name or 'its array'}, rows {', '.join(map(str, rows))} of this "
             "process; clean the data set (nothing was changed by this batch)"
         )
+
+
+def lay_out(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh, **more: Any) -> Program:
+    """The program of a recipe under a config's settings; `more` are `Program`'s own.
+
+    Raises:
+      ConfigError: parameters that do not divide over the mesh.
+    """
+    train, platform = config.train, mesh.devices.flat[0].platform
+    return Program(
+        recipe,
+        mesh,
+        accumulation=train.gradient_accumulation_steps,
+        fsdp_gather=train.fsdp_gather,
+        compute_dtype=compute_dtype(config.precision.policy, platform),
+        trainable=tuple(config.optimizer.trainable),
+        max_grad_norm=config.optimizer.max_grad_norm,
+        remat=train.remat if recipe.remat_by_step else "none",
+        **more,
+    )

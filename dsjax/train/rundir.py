@@ -16,6 +16,7 @@ import jax
 from dsjax.config import Config, changed, dump, load
 from dsjax.errors import ConfigError, InputError
 from dsjax.observe import EventLog, environment
+from dsjax.observe.logs import METRICS, read_lines
 
 
 class RunDirectory:
@@ -93,6 +94,10 @@ class RunDirectory:
             return
         _write(self.path / "config.yaml", dump(self._config, self._only))
         _write(self.path / "environment.json", json.dumps(environment() | facts, indent=2) + "\n")
+
+    def was_evaluated(self, step: int) -> bool:
+        """Whether the metrics hold an evaluation of this step."""
+        return any(r.get("step") == step and "eval" in r for r in read_lines(self.path / METRICS))
 
     def check_space(self, place: Path, checkpoint_bytes: int) -> None:
         """Refuses to start where not even one checkpoint would fit.

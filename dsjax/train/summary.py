@@ -7,14 +7,16 @@ import lzma
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
 from rich.table import Table
 
 from dsjax.config import Config
-from dsjax.data import EvalData
+
+if TYPE_CHECKING:
+    from dsjax.data import EvalData
 
 
 def show(what: Any) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from dsjax.backend.platform import setup
@@ -24,17 +23,17 @@ from dsjax.data import as_step_loader
 from dsjax.errors import ConfigError, Diverged, InputError, Preempted
 from dsjax.mesh import make_mesh
 from dsjax.observe import check_sinks, peak_flops, write_report
-from dsjax.observe.logs import METRICS, read_lines
-from dsjax.precision import compute_dtype
 from dsjax.train import loop
 from dsjax.train.agreement import require_same_settings
+from dsjax.train.given import Init, Optimizer, as_optimizer, as_schedule, require_alive
 from dsjax.train.memory import refuse_oversized_state
 from dsjax.train.optimizers import Schedule
-from dsjax.train.program import Init, Program, Recipe
+from dsjax.train.program import Program, Recipe, lay_out
 from dsjax.train.recorder import Rates, Recorder
 from dsjax.train.rundir import RunDirectory
 from dsjax.train.signals import stop_on_signals
 from dsjax.train.state import State
+from dsjax.train.summary import show
 from dsjax.train.tracing import trace_window
 
 # Metrics that only the loop has a use for.
@@ -45,7 +44,6 @@ _SCRIPTS_OWN = {
     "checkpoint": True, "observe": True,
     "train": {"steps", "gradient_accumulation_steps", "remat", "fsdp_gather"},
 }  # fmt: skip
-Optimizer: TypeAlias = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 
 
 class Trainer:
@@ -123,10 +121,8 @@ class Trainer:
             values["optimizer"]["learning_rate"] = float(learning_rate)
         config = from_dict({**values, "model": {"kind": "python"}})
         setup(config.runtime)
-        made = _as_optimizer(optimizer, learning_rate)
-        recipe = Recipe(
-            init, loss, lambda names_of: made, _as_schedule(learning_rate), dict(param_axes or {})
-        )
+        made = as_optimizer(optimizer, learning_rate)
+        recipe = Recipe(init, loss, lambda names_of: made, as_schedule(learning_rate), dict(param_axes or {}))
         rate = {"learning_rate"} if "learning_rate" in values["optimizer"] else set()
         only = {**_SCRIPTS_OWN, "optimizer": {"max_grad_norm", "trainable", *rate}}
         self._start(recipe, config, devices, compiler_options, allow_config_change, only)
@@ -176,15 +172,10 @@ class Trainer:
         self.platform = mesh.devices.flat[0].platform
         chosen = choose(self.platform) if config.runtime.xla_preset == "auto" else None
         self.notes = list(chosen.notes) if chosen else []
-        self.program = Program(
+        self.program = lay_out(
             recipe,
+            config,
             mesh,
-            accumulation=config.train.gradient_accumulation_steps,
-            fsdp_gather=config.train.fsdp_gather,
-            compute_dtype=compute_dtype(config.precision.policy, self.platform),
-            trainable=tuple(config.optimizer.trainable),
-            max_grad_norm=config.optimizer.max_grad_norm,
-            remat=config.train.remat if recipe.remat_by_step else "none",
             compiler_options={**(chosen.options if chosen else {}), **(compiler_options or {})},
             on_compile=self._compiled,
         )
@@ -199,8 +190,6 @@ class Trainer:
         self.compiles.append((what, seconds))
         if self._recorder is not None:
             self._recorder.event("compiled", self._recorder.step, what=what, seconds=round(seconds, 3))
-
-    # ---- one step at a time --------------------------------------------------------------------
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -227,7 +216,7 @@ class Trainer:
           InputError: rows that do not divide over mesh and microbatches, or NaN in the batch.
           OutOfDeviceMemory: the step does not fit.
         """
-        _require_alive(state)
+        require_alive(state)
         placed = self.program.place(batch)
         state, metrics = self.program.step(placed)(state, placed, self.program.votes(False))
         return state, {name: value for name, value in metrics.items() if name not in _OF_THE_LOOP}
@@ -238,7 +227,7 @@ class Trainer:
 
     def model(self, state: State) -> nnx.Module:
         """The Flax model with the state's parameters."""
-        _require_alive(state)
+        require_alive(state)
         return self.program.model(state)
 
     def evaluate(self, state: State, loader: Any, steps: int | None = None) -> dict[str, float]:
@@ -247,7 +236,7 @@ class Trainer:
         Raises:
           InputError: the set has no weight.
         """
-        _require_alive(state)
+        require_alive(state)
         batches = loader() if callable(loader) else loader
         limit = self.config.eval.steps if steps is None else steps
         return loop.evaluate(self.program, state, batches, limit)
@@ -256,7 +245,7 @@ class Trainer:
 
     def save(self, state: State) -> int:
         """Saves the state under its step, and waits until it is on disk. Returns the step."""
-        _require_alive(state)
+        require_alive(state)
         step = int(state.step)
         self._save(step, state)
         self.checkpoints.wait()
@@ -331,7 +320,7 @@ class Trainer:
             step, resumed = int(state.step), int(state.step) > 0
             owed = self._owes_evaluation(step, steps, bool(eval_loader))
             if step >= steps and not owed:
-                say(
+                show(
                     f"{self.directory.path}: step {step} of {steps} is done already; ask for more steps to go on"
                 )
                 return state
@@ -347,7 +336,7 @@ class Trainer:
                 recorder.event("resumed" if resumed else "started", step, **self._facts())
                 for note in [*self.notes, *data.notes]:
                     recorder.progress.message(note)
-                with closing_iterator(data.iterate(first_batch)) as batches:
+                with loop.closing_iterator(data.iterate(first_batch)) as batches:
                     batches = self._not_alike(batches, recorder)
                     state = loop.run_loop(self.program, state, batches, plan, recorder, stop)
                 self.checkpoints.wait()
@@ -359,8 +348,7 @@ class Trainer:
         every = self.config.eval.every or steps
         if not has_sets or step == 0 or (step % every and step < steps):
             return False
-        records = read_lines(self.directory.path / METRICS)
-        return not any(record.get("step") == step and "eval" in record for record in records)
+        return not self.directory.was_evaluated(step)
 
     def _set_steps(self, steps: int) -> None:
         """Enters the number of steps that a script asks for into the run's settings."""
@@ -376,10 +364,12 @@ class Trainer:
             yield
         except Preempted as stopped:
             if self._by_script:
-                say(str(stopped))
+                show(str(stopped))
             raise
         if self._by_script:
-            say(f"{self.directory.path}: config.yaml, metrics.jsonl, events.jsonl, report.html, checkpoints/")
+            show(
+                f"{self.directory.path}: config.yaml, metrics.jsonl, events.jsonl, report.html, checkpoints/"
+            )
 
     def _not_alike(self, batches: Iterator[Any], recorder: Recorder) -> Iterator[Any]:
         """The batches; warns if every process brings the same rows where each should bring its own."""
@@ -409,7 +399,7 @@ class Trainer:
         if resume == "must" and latest is None and given is None:
             raise InputError(f"run.resume is must but {where} holds no checkpoint; set run.resume to auto")
         if given is not None:
-            _require_alive(given)
+            require_alive(given)
             if latest is not None and latest > int(given.step):
                 raise InputError(
                     f"{where} already holds step {latest} but fit was given a state of step {int(given.step)}; leave "
@@ -507,49 +497,3 @@ class Trainer:
             if latest is not None
             else "no checkpoint was saved"
         )
-
-
-def say(text: str) -> None:
-    """A line to the user, from process 0 only."""
-    if jax.process_index() == 0:
-        print(text, flush=True)
-
-
-@contextmanager
-def closing_iterator(batches: Iterator[Any]) -> Iterator[Iterator[Any]]:
-    """Ends the threads behind an iterator that has any, however the loop ends."""
-    try:
-        yield batches
-    finally:
-        getattr(batches, "close", lambda: None)()
-
-
-def _require_alive(state: State) -> None:
-    """Refuses a state whose arrays are gone.
-
-    Raises:
-      InputError: it was given to a step, which works in its memory.
-    """
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-        raise InputError(
-            "state: its arrays were donated to an earlier step; use the state that the step returned "
-            "(state, metrics = trainer.step(state, batch))"
-        )
-
-
-def _as_schedule(learning_rate: float | Schedule | None) -> Schedule | None:
-    if learning_rate is None or callable(learning_rate):
-        return learning_rate
-    return lambda update: learning_rate
-
-
-def _as_optimizer(optimizer: Optimizer, learning_rate: Any) -> optax.GradientTransformation:
-    if isinstance(optimizer, optax.GradientTransformation | optax.GradientTransformationExtraArgs):
-        return optimizer
-    if not callable(optimizer):
-        raise ConfigError(
-            f"optimizer: takes an optax transformation or a function of the learning rate, got {optimizer!r}"
-        )
-    if learning_rate is None:
-        raise ConfigError("learning_rate: optimizer is a function of it, so give a number or a schedule")
-    return optimizer(learning_rate)
