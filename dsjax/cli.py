@@ -169,6 +169,47 @@ def generate(
     )
 
 
+@app.command()
+@_verb
+def plan(
+    config: ConfigFile,
+    on: Annotated[
+        str,
+        typer.Option(
+            help="The cluster: 8xH100, 16x8xH100 (hosts x devices x chip), v5p:2x2x2, cpu:8.",
+            show_default=False,
+        ),
+    ],
+    more: More = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens to train on, for days and money (1e12, say). Default: the run's own.",
+            show_default=False,
+        ),
+    ] = None,
+    chips: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A YAML file of further chips, links or prices.", show_default=False
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the plan as JSON.", show_default=False),
+    ] = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write the plan as a page.", show_default=False),
+    ] = None,
+) -> int | None:
+    """Compile a run's step for a cluster that is not here: will it fit, and what will it cost."""
+    resolved = _settings(config, more)
+    from dsjax.plan.command import plan_command
+
+    return plan_command(resolved, on, tokens=tokens, chips=chips, json_file=json_file, html_file=html_file)
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 @_verb
 def launch(

@@ -71,9 +71,6 @@ def test_fsdp_gathers_in_bf16_in_the_loop_and_scatters_gradients():
 
 
 @gpu
-@pytest.mark.xfail(
-    jax.__version_info__ >= (0, 12), strict=True, reason="XLA gathers some matrices before it casts them"
-)
 def test_gathers_for_the_backward_pass_are_in_bf16_too():
     inspection, _, _ = inspected("8xH100", fsdp=8)
     gathers = inspection.collectives.over("fsdp").of("all-gather").in_loop("transpose")

@@ -146,6 +146,8 @@ def test_ctrl_c_before_training_is_one_line(tmp_path):
         process("train", "config.yaml", cwd=tmp_path, stdout=subprocess.PIPE) as waiting,
         config.open("w"),  # opens once it is being read; that reading then waits for us
     ):
+        # A signal between the opening and the read that waits would be seen only when that read ends.
+        time.sleep(0.5)
         waiting.send_signal(signal.SIGINT)
         out, err = waiting.communicate(timeout=60)
     assert (waiting.returncode, out) == (130, "")

@@ -1,0 +1,178 @@
+"""A run's real training step, compiled for a cluster that is not here."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsjax import aot
+from dsjax.config import Config
+from dsjax.data import load_tokenizer
+from dsjax.errors import ConfigError
+from dsjax.mesh import BATCH_AXES
+from dsjax.mesh.axes import resolve_sizes
+from dsjax.models import ModelSpec
+from dsjax.train.assemble import program_for
+from dsjax.train.memory import bytes_a_device
+from dsjax.train.program import Program
+
+# What jax takes of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+_GPU_SHARE = 0.75
+_INT32 = ("tokens", "targets", "segment_ids", "positions")
+
+
+@dataclass(frozen=True)
+class Described:
+    """A run laid out on a target, traced but not compiled.
+
+    Attributes:
+      batch: abstract, [microbatches, rows, sequence] each.
+    """
+
+    config: Config
+    target: aot.Target
+    program: Program
+    model: ModelSpec
+    batch: Any
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.config.train.global_batch_size * self.config.train.sequence_length
+
+    @property
+    def model_flops(self) -> float | None:
+        """Model FLOPs of a step; None where the model does not tell."""
+        each = self.model.flops_per_token(self.config.train.sequence_length)
+        return each * self.tokens if each else None
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of a device that are known without compiling: parameters, gradients, optimizer, batch."""
+        state = self.program.abstract_state
+        gradients = sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(state.params)
+        )
+        return {
+            "parameters": bytes_a_device((state.params, state.model_state)),
+            "gradients": gradients,
+            "optimizer": bytes_a_device(state.opt_state),
+            "batch": bytes_a_device(self.batch),
+        }
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A compiled step, read.
+
+    Attributes:
+      seconds: tracing, lowering and compiling.
+    """
+
+    inspection: aot.Inspection
+    seconds: float
+    options: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def describe(config: Config, target: aot.Target, vocab_size: int | None) -> Described:
+    """Lays a run out on a target's devices.
+
+    Raises:
+      ConfigError: a mesh that has another number of devices than the target, a batch or a parameter
+        that does not divide, or no wheels to compile with.
+    """
+    check_mesh(config, target)
+    with aot.on(target):
+        program, model = program_for(config, target.devices(), vocab_size)
+    return Described(config, target, program, model, abstract_batch(config, program))
+
+
+def abstract_batch(config: Config, program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """A step's batch as the loaders make it."""
+    train = config.train
+    lead = train.gradient_accumulation_steps
+    shape = (lead, train.global_batch_size // lead, train.sequence_length)
+    sharding = NamedSharding(program.mesh, P(None, BATCH_AXES))
+    dtypes: dict[str, Any] = {**dict.fromkeys(_INT32, np.int32), "weights": np.float32}
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+
+
+def check_mesh(config: Config, target: aot.Target) -> dict[str, int]:
+    """The sizes of all axes on a target.
+
+    Raises:
+      ConfigError: they do not multiply to its devices.
+    """
+    try:
+        return resolve_sizes(config.mesh.model_dump(), target.size)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{target.name}: {line.partition(' (on a CPU')[0]}" for line in error.faults
+        ) from None
+
+
+def compile_step(described: Described, options: Mapping[str, Any] | None = None) -> CompiledStep:
+    """Compiles the step that `dsjax train` would run.
+
+    Args:
+      options: the user's XLA options, which win over the chip's preset.
+
+    Raises:
+      ConfigError: an option that this jaxlib does not know.
+      OutOfDeviceMemory: XLA finds no way to place the program in the chip's memory.
+    """
+    target = described.target
+    chosen = aot.choose_options(target, options)
+    started = time.monotonic()
+    with aot.on(target):
+        lowered = described.program.lower_step(described.batch)
+    compiled = aot.compile_for(target, lowered, chosen.options)
+    seconds = time.monotonic() - started
+    inspection = aot.inspect(compiled, described.program.mesh)
+    return CompiledStep(inspection, seconds, chosen.options, tuple(chosen.notes))
+
+
+def vocabulary(config: Config) -> int | None:
+    """The size of the vocabulary that the run's tokenizer has, as far as it can be told without its data.
+
+    None where the model brings its own.
+
+    Raises:
+      InputError: the tokenizer's file is missing or broken.
+    """
+    if config.model.fields.get("vocab_size") or config.model.config or ":" in config.model.kind:
+        return None
+    if config.data.tokenizer == "bpe":
+        return config.data.bpe_vocab_size
+    return load_tokenizer(config).vocab_size
+
+
+def memory_limit(target: aot.Target, environ: Mapping[str, str] | None = None) -> int:
+    """Bytes that jax lets a program use of a device.
+
+    Args:
+      environ: where XLA_PYTHON_CLIENT_MEM_FRACTION stands; the process's environment by default.
+
+    Raises:
+      ConfigError: that variable is not a share.
+    """
+    if target.chip.kind != "gpu":
+        return target.chip.memory.bytes
+    text = (os.environ if environ is None else environ).get("XLA_PYTHON_CLIENT_MEM_FRACTION", str(_GPU_SHARE))
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"XLA_PYTHON_CLIENT_MEM_FRACTION: takes a share above 0 and up to 1, got {text}")
+    return int(share * target.chip.memory.bytes)

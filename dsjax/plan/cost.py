@@ -1,0 +1,174 @@
+"""How long a compiled program takes on a chip: rooflines of its instructions and of its collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsjax.aot import Collective, Inspection, Target, Work
+from dsjax.aot.walk import trip_count
+from dsjax.aot.work import Works
+from dsjax.plan.result import Forecast, Roofline, Traffic
+
+# Every device has its own way out of the node; what goes round a ring uses those of all members there.
+_RINGS = ("all-gather", "all-reduce", "reduce-scatter", "collective-broadcast")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The shares of their peaks that large operations reach.
+
+    The defaults are round figures of large bf16 products, of copies and of NCCL's rings on current GPUs.
+    """
+
+    products: float = 0.75
+    memory: float = 0.85
+    links: float = 0.85
+
+
+PEAK = Reached(1.0, 1.0, 1.0)
+
+
+def work_seconds(work: Work, target: Target, reached: Reached = PEAK) -> float:
+    """The longer of arithmetic and memory traffic."""
+    compute = sum(flops / target.chip.flops(dtype) for dtype, flops in work.flops.items())
+    memory = work.bytes / target.chip.memory.bandwidth
+    return max(compute / reached.products, memory / reached.memory)
+
+
+def link_seconds(
+    target: Target, kind: str, wire_bytes: float, members: int, together: int, reached: Reached = PEAK
+) -> float:
+    """Seconds of one collective alone on its links.
+
+    Args:
+      wire_bytes: that a device sends, by the ring's formula.
+      members: devices of a group; together: the most of them that one node's link joins.
+    """
+    if members < 2:
+        return 0.0
+    chip, crosses = target.chip, together < members
+    link = chip.network if crosses else chip.node
+    lanes = together if crosses and kind in _RINGS else 1
+    bandwidth = min(lanes * link.bandwidth, chip.node.bandwidth) * reached.links
+    return wire_bytes / bandwidth + math.ceil(math.log2(members)) * link.latency
+
+
+def wire_seconds(collective: Collective, target: Target, reached: Reached = PEAK) -> float:
+    """Seconds that a collective takes each time, alone on its links."""
+    return link_seconds(
+        target,
+        collective.kind,
+        collective.wire_bytes,
+        collective.group_size,
+        _together(collective, target.domain),
+        reached,
+    )
+
+
+def _together(collective: Collective, domain: int) -> int:
+    """The most members of a group that lie in one node."""
+    if not collective.crosses(domain):
+        return collective.group_size
+    groups = collective.groups
+    if isinstance(groups, np.ndarray) and collective.kind != "collective-permute":
+        return max(int(np.unique(row // domain, return_counts=True)[1].max()) for row in groups[:1])
+    return 1
+
+
+def traffic(collectives: Iterable[Collective], target: Target) -> tuple[Traffic, ...]:
+    """The collectives of a program in groups, those that take longest first."""
+    groups: dict[tuple[object, ...], list[Collective]] = {}
+    for c in collectives:
+        if c.group_size > 1 and c.axes:
+            turns = tuple(loop.trips for loop in c.loops)
+            groups.setdefault((c.kind, c.axes, c.crosses(target.domain), c.dtype, turns), []).append(c)
+    found = [_group(members, target) for members in groups.values()]
+    return tuple(sorted(found, key=lambda one: -one.seconds))
+
+
+def _group(members: list[Collective], target: Target) -> Traffic:
+    first, crosses = members[0], members[0].crosses(target.domain)
+    return Traffic(
+        kind=first.kind,
+        axes=first.axes,
+        link=(target.chip.network if crosses else target.chip.node).name,
+        crosses=crosses,
+        dtype=first.dtype,
+        sent=sum(c.total_wire_bytes for c in members),
+        times=sum(c.times for c in members),
+        loop=tuple(loop.trips for loop in first.loops),
+        seconds=sum(c.times * wire_seconds(c, target) for c in members),
+        hidden=sum(c.times * hidden_seconds(c, target) for c in members),
+    )
+
+
+def hidden_seconds(collective: Collective, target: Target, reached: Reached = PEAK) -> float:
+    """How much of a collective's time what is issued between its start and its end takes at least."""
+    beside = work_seconds(collective.between_work, target, reached) if collective.asynchronous else 0.0
+    return min(wire_seconds(collective, target, reached), beside)
+
+
+def hidden_share(groups: Iterable[Traffic]) -> float | None:
+    """Of the time on the wire, the share that computation covers; None where nothing is sent."""
+    groups = list(groups)
+    seconds = sum(group.seconds for group in groups)
+    return sum(group.hidden for group in groups) / seconds if seconds else None
+
+
+def roofline(work: Work, groups: Iterable[Traffic], target: Target) -> Roofline:
+    """What each resource takes at its peak."""
+    groups = list(groups)
+    return Roofline(
+        compute=sum(flops / target.chip.flops(dtype) for dtype, flops in work.flops.items()),
+        memory=work.bytes / target.chip.memory.bandwidth,
+        node=sum(group.seconds for group in groups if not group.crosses),
+        network=sum(group.seconds for group in groups if group.crosses),
+    )
+
+
+def step_forecast(inspection: Inspection, target: Target, reached: Reached | None = None) -> Forecast:
+    """The predicted time of one run of a program (`result.FORMULA`)."""
+    reached = reached or Reached()
+    compute = _Seconds(inspection, target, reached).of(inspection.module.entry.name)
+    exposed, links = 0.0, {True: 0.0, False: 0.0}
+    for c in inspection.collectives:
+        wire = wire_seconds(c, target, reached)
+        exposed += c.times * (wire - hidden_seconds(c, target, reached))
+        links[c.crosses(target.domain)] += c.times * wire
+    step = max(compute + exposed, *links.values())
+    return Forecast(step_seconds=step, compute_seconds=compute, exposed_seconds=step - compute)
+
+
+class _Seconds:
+    """Compute time of a module's computations, each worked out once."""
+
+    def __init__(self, inspection: Inspection, target: Target, reached: Reached):
+        self._module, self._works = inspection.module, Works(inspection.module)
+        self._target, self._reached = target, reached
+        self._known: dict[str, float] = {}
+
+    def of(self, name: str) -> float:
+        """One run of a computation: its instructions one after another, the longest branch, all turns of loops."""
+        if name not in self._known:
+            self._known[name] = sum(
+                self._instruction(name, index)
+                for index in range(len(self._module.computations[name].instructions))
+            )
+        return self._known[name]
+
+    def _instruction(self, name: str, index: int) -> float:
+        computation = self._module.computations[name]
+        instruction = computation.instructions[index]
+        if instruction.opcode == "while":
+            trips = trip_count(self._module, computation, instruction)
+            return self.of(instruction.called["body"][0]) * (1 if trips is None else trips)
+        if instruction.opcode == "conditional":
+            return max(self.of(branch) for branch in instruction.branches)
+        if instruction.opcode in ("call", "async-start"):
+            called = instruction.called.get("calls") or instruction.called.get("to_apply") or []
+            return sum(self.of(inner) for inner in called)
+        return work_seconds(self._works.of(computation, instruction), self._target, self._reached)

@@ -1,0 +1,95 @@
+"""Settings with which a step fits that does not, each compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from dsjax.config import Config
+from dsjax.errors import ConfigError
+from dsjax.plan.compiled import Described, describe
+from dsjax.plan.result import Change, Plan
+
+_ENOUGH = 3  # changes to propose
+_TRIES = 8  # compiles at most
+_MICROBATCHES = (2, 4, 8, 16, 32)
+
+
+def changes_that_fit(described: Described, plan_of: Callable[[Described], Plan | None]) -> tuple[Change, ...]:
+    """The smallest changes of settings that make a step fit, the fastest of them first.
+
+    Args:
+      plan_of: compiles what it is given; None where that cannot be placed at all.
+    """
+    config, found, tries = described.config, [], 0
+    for settings in _candidates(config, dict(described.program.mesh.shape)):
+        try:
+            other = describe(with_settings(config, settings), described.target, described.model.vocab_size)
+        except ConfigError:
+            continue  # it does not divide
+        tries += 1
+        tried = plan_of(other)
+        if tried is not None and tried.fits:
+            found.append(
+                Change(as_typed(settings), tried.memory.total, tried.forecast.step_seconds),
+            )
+        if len(found) == _ENOUGH or tries == _TRIES:
+            break
+    return tuple(sorted(found, key=lambda change: change.step_seconds))
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """A config with other values of `section.key`.
+
+    Raises:
+      ConfigError: what the section does not take.
+    """
+    changed: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, key = name.split(".")
+        changed.setdefault(section, {})[key] = value
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update=values) for section, values in changed.items()
+        }
+    )
+
+
+def as_typed(settings: Mapping[str, Any]) -> str:
+    """Settings as they stand on a command line."""
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _candidates(config: Config, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Other settings, those that change and cost least first."""
+    train = config.train
+    remats = [remat for remat in ("dots", "full") if _keeps(remat) < _keeps(train.remat)]
+    microbatches = [
+        train.gradient_accumulation_steps * factor
+        for factor in _MICROBATCHES
+        if train.global_batch_size % (train.gradient_accumulation_steps * factor) == 0
+    ]
+    yield from ({"train.gradient_accumulation_steps": n} for n in microbatches[:2])
+    yield from ({"train.remat": remat} for remat in remats)
+    strongest = {"train.remat": remats[-1]} if remats else {}
+    for n in microbatches if remats else microbatches[2:]:
+        yield {**strongest, "train.gradient_accumulation_steps": n}
+    for axes in _wider(mesh):
+        yield {**strongest, **axes}
+        if microbatches:
+            yield {**strongest, **axes, "train.gradient_accumulation_steps": microbatches[-1]}
+
+
+def _keeps(remat: str) -> int:
+    return {"full": 0, "dots": 2, "none": 3}.get(remat, 1)
+
+
+def _wider(mesh: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The mesh with what replicas there are made shards, then with a tensor or context axis."""
+    replicas, shards = mesh["data"], mesh["fsdp"]
+    if replicas > 1:
+        yield {"mesh.data": 1, "mesh.fsdp": replicas * shards}
+    for axis in ("tensor", "context"):
+        for size in (2, 4, 8):
+            if shards % size == 0 and mesh[axis] == 1:
+                yield {"mesh.fsdp": shards // size, f"mesh.{axis}": size}
