@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -149,6 +150,7 @@ class DiskCheckpoints:
         except DsjaxError:
             raise
         except Exception as error:
+            _hush_closed_loops()
             raise _unreadable(where, error) from error
         return from_stored(result[_STATE], like), dict(result[_META])
 
@@ -172,6 +174,7 @@ class DiskCheckpoints:
         except DsjaxError:
             raise
         except Exception as error:
+            _hush_closed_loops()
             raise _unreadable(where, error) from error
         return {name: from_stored(result[name], like[name]) for name in like}
 
@@ -194,6 +197,17 @@ def _unreadable(where: str, error: Exception) -> InputError:
     return InputError(
         f"{where} is damaged or incomplete ({type(error).__name__}{said}); remove it to go on from an earlier one"
     )
+
+
+def _hush_closed_loops() -> None:
+    """After a read that failed, TensorStore's other reads report to an event loop that Orbax has closed."""
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        if not (kind is RuntimeError and "Event loop is closed" in str(error)):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 class _disk_faults:

@@ -296,5 +296,11 @@ class Store:
     def _reader(self, part: int) -> Any:
         with self._lock:
             if part not in self._readers:
-                self._readers[part] = open_records(str(self.directory / part_names(part)[0]))
+                try:
+                    self._readers[part] = open_records(str(self.directory / part_names(part)[0]))
+                except InputError as error:
+                    raise InputError(
+                        f"{error}; the tokenised data is damaged: remove {self.directory} and run again, which "
+                        "makes it anew"
+                    ) from None
             return self._readers[part]
