@@ -71,10 +71,11 @@ def pairwise() -> list[dict[str, Any]]:
 
 
 def product() -> Iterator[dict[str, Any]]:
-    rng = random.Random(1)
+    """Every case of the settings in PRODUCT; cases that differ in their rows alone share a program."""
     for values in itertools.product(*(SETTINGS[name] for name in PRODUCT)):
         case = dict(zip(PRODUCT, values, strict=True))
         if allowed(case):
+            rng = random.Random(repr([value for name, value in case.items() if name != "rows"]))
             yield {name: rng.choice(SETTINGS[name]) for name in SETTINGS} | case
 
 
