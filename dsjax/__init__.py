@@ -35,6 +35,8 @@ _HOMES = {
     "OutOfDeviceMemory": ("dsjax.errors", "OutOfDeviceMemory"),
     "Preempted": ("dsjax.errors", "Preempted"),
 }
+# Used by their own names: dsjax.plan.report(...), dsjax.aot.inspect(...).
+_PACKAGES = ("aot", "plan")
 
 __all__ = [
     "ConfigError",
@@ -51,6 +53,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"dsjax.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'dsjax' has no attribute {name!r}; it has {', '.join(__all__)}")
     module, attribute = _HOMES[name]

@@ -17,7 +17,9 @@ from dsjax.cli_errors import guarded, leave, report
 from dsjax.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from dsjax.aot import Target
     from dsjax.config import Config
+    from dsjax.config.schema import RuntimeConfig
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.\-]*=")
 
@@ -84,6 +86,18 @@ def _ready(first: str, more: Sequence[str] | None) -> Config:
 
     setup(config.runtime)
     return config
+
+
+def _elsewhere(runtime: RuntimeConfig, on: str, chips: str | None) -> Target:
+    """The cluster of a name, with jax started on the CPU: no device is touched."""
+    from dsjax.aot import load_chips, parse_target
+    from dsjax.backend.platform import setup
+
+    target = parse_target(on, load_chips(chips))
+    simulated = target.size if target.chip.kind == "cpu" else None
+    here = {"platform": "cpu", "distributed": "none", "cpu_devices": simulated}
+    setup(runtime.model_copy(update=here))
+    return target
 
 
 def _print_version(wanted: bool) -> None:
@@ -202,12 +216,51 @@ def plan(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write the plan as a page.", show_default=False),
     ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the fastest layout that fits, and say why.")
+    ] = False,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--write", metavar="FILE", help="Write the config that --search finds.", show_default=False
+        ),
+    ] = None,
 ) -> int | None:
     """Compile a run's step for a cluster that is not here: will it fit, and what will it cost."""
     resolved = _settings(config, more)
-    from dsjax.plan.command import plan_command
+    if config_file is not None and not search:
+        raise ConfigError("--write: writes the config that --search finds; add --search")
+    target = _elsewhere(resolved.runtime, on, chips)
+    from dsjax.plan.command import plan_command, search_command
 
-    return plan_command(resolved, on, tokens=tokens, chips=chips, json_file=json_file, html_file=html_file)
+    files: dict[str, Path | None] = {"json_file": json_file, "html_file": html_file}
+    if search:
+        return search_command(resolved, target, tokens=tokens, config_file=config_file, **files)
+    return plan_command(resolved, target, tokens=tokens, **files)
+
+
+@app.command()
+@_verb
+def init(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="llama3-8b, llama3-70b, llama3-405b, llama3.2-1b, or a config.json.", show_default=False
+        ),
+    ],
+    on: Annotated[str, typer.Option(help="The cluster, as in plan: 2x8xH100.", show_default=False)],
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to. Default: MODEL-CLUSTER.yaml.", show_default=False),
+    ] = None,
+) -> int | None:
+    """Write a starting config for a model and a cluster, by size alone."""
+    from dsjax.config.schema import RuntimeConfig
+
+    target = _elsewhere(RuntimeConfig(), on, None)
+    from dsjax.plan.command import init_command
+
+    return init_command(model, target, write)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -1,10 +1,10 @@
 """Know before you pay: what a run takes on a cluster that is not here, and which layout suits it.
 
 plan(config, on="2x8xH100") compiles the run's real step for the cluster and says what it takes;
-report(jitted, args, on=...) does the same for any jitted function.
+report(jitted, args, on=...) does the same for any jitted function, plan_recipe for a trainer's own model.
 """
 
-from dsjax.plan.planner import plan, report
+from dsjax.plan.planner import plan, plan_recipe, report
 from dsjax.plan.result import Plan
 
-__all__ = ["Plan", "plan", "report"]
+__all__ = ["Plan", "plan", "plan_recipe", "report"]

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from rich.console import Console
 
 from dsjax.aot import Target
-from dsjax.backend.platform import setup
-from dsjax.config import Config
+from dsjax.config import Config, dump
 from dsjax.errors import EXIT_DONE, EXIT_OUT_OF_MEMORY, InputError
-from dsjax.plan.planner import plan, target_of
+from dsjax.plan.planner import plan
+from dsjax.plan.result import Plan
+from dsjax.plan.search import search
 from dsjax.plan.show import page, show
+from dsjax.plan.template import as_yaml, starting_config
+
+# Columns of a table where the output is no terminal.
+_WIDTH = 110
 
 
 def plan_command(
     config: Config,
-    on: str,
+    target: Target,
     *,
     tokens: float | None = None,
-    chips: str | None = None,
     json_file: Path | None = None,
     html_file: Path | None = None,
 ) -> int:
@@ -30,9 +35,58 @@ def plan_command(
       ConfigError: what cannot be planned, a line a fault.
       InputError: a file that cannot be written.
     """
-    target = ready(config, on, chips)
-    found = plan(config, target, tokens=tokens)
-    show(found, Console(soft_wrap=True))
+    return _told(plan(config, target, tokens=tokens), json_file, html_file)
+
+
+def search_command(
+    config: Config,
+    target: Target,
+    *,
+    tokens: float | None = None,
+    json_file: Path | None = None,
+    html_file: Path | None = None,
+    config_file: Path | None = None,
+) -> int:
+    """Searches the best layout of a run, prints why and its plan, and writes what is asked for.
+
+    Raises:
+      ConfigError: no layout divides, or a model without formulas.
+      OutOfDeviceMemory: no layout fits.
+      InputError: a file that cannot be written.
+    """
+    found = search(
+        config, target, tokens=tokens, progress=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    console = _console()
+    console.print(f"{found.counted} layouts, {found.fitting} of them fit by formulas; the best:")
+    for line in found.why:
+        console.print(f"- {line}", markup=False, highlight=False)
+    console.print()
+    code = _told(found.best, json_file, html_file)
+    if config_file is not None:
+        write(config_file, f"# The fastest layout found for {target.name}.\n{dump(found.config)}")
+        console.print(f"\nwritten: dsjax train {config_file}", highlight=False)
+    return code
+
+
+def init_command(model: str, target: Target, path: Path | None) -> int:
+    """Writes a starting config; a file that is there already is left alone.
+
+    Raises:
+      ConfigError: an unknown model, or one that divides over no mesh of the target.
+      InputError: the file is there already or cannot be written.
+    """
+    config = starting_config(model, target)
+    path = Path(f"{config.run.name}.yaml") if path is None else path
+    if path.exists():
+        raise InputError(f"{path}: is there already; remove it or name another with --write")
+    write(path, as_yaml(config, target, str(path)))
+    print(f"written: {path}; next: dsjax plan {path} --on {target.name}")
+    return EXIT_DONE
+
+
+def _told(found: Plan, json_file: Path | None, html_file: Path | None) -> int:
+    show(found, _console())
     if json_file is not None:
         write(json_file, json.dumps(found.as_dict(), indent=1) + "\n")
     if html_file is not None:
@@ -40,17 +94,8 @@ def plan_command(
     return EXIT_DONE if found.fits else EXIT_OUT_OF_MEMORY
 
 
-def ready(config: Config, on: str, chips: str | None = None) -> Target:
-    """The cluster of a name, with jax started on the CPU: a plan touches no device.
-
-    Raises:
-      ConfigError: there is no such cluster or chip.
-    """
-    target = target_of(on, chips)
-    simulated = target.size if target.chip.kind == "cpu" else None
-    here = {"platform": "cpu", "distributed": "none", "cpu_devices": simulated}
-    setup(config.runtime.model_copy(update=here))
-    return target
+def _console() -> Console:
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def write(path: Path, text: str) -> None:

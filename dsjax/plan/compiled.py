@@ -18,7 +18,7 @@ from dsjax import aot
 from dsjax.config import Config
 from dsjax.data import load_tokenizer
 from dsjax.errors import ConfigError
-from dsjax.mesh import BATCH_AXES
+from dsjax.mesh import BATCH_AXES, batch_shards
 from dsjax.mesh.axes import resolve_sizes
 from dsjax.models import ModelSpec
 from dsjax.train.assemble import program_for
@@ -57,17 +57,8 @@ class Described:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of a device that are known without compiling: parameters, gradients, optimizer, batch."""
-        state = self.program.abstract_state
-        gradients = sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(state.params)
-        )
-        return {
-            "parameters": bytes_a_device((state.params, state.model_state)),
-            "gradients": gradients,
-            "optimizer": bytes_a_device(state.opt_state),
-            "batch": bytes_a_device(self.batch),
-        }
+        """Bytes of a device that are known without compiling (see `parts_of`)."""
+        return parts_of(self.program, self.batch)
 
 
 @dataclass(frozen=True)
@@ -95,6 +86,43 @@ def describe(config: Config, target: aot.Target, vocab_size: int | None) -> Desc
     with aot.on(target):
         program, model = program_for(config, target.devices(), vocab_size)
     return Described(config, target, program, model, abstract_batch(config, program))
+
+
+def parts_of(program: Program, batch: Any) -> dict[str, int]:
+    """Bytes of a device that are known without compiling: parameters, gradients, optimizer, batch."""
+    state = program.abstract_state
+    gradients = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(state.params)
+    )
+    return {
+        "parameters": bytes_a_device((state.params, state.model_state)),
+        "gradients": gradients,
+        "optimizer": bytes_a_device(state.opt_state),
+        "batch": bytes_a_device(batch),
+    }
+
+
+def batch_like(batch: Any, program: Program) -> Any:
+    """The abstract [microbatches, rows, ...] of a batch whose arrays have all rows of a step first.
+
+    Raises:
+      ConfigError: rows that do not divide over microbatches and shards.
+    """
+    parts = program.accumulation * batch_shards(program.mesh)
+    rows = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in jax.tree.leaves(batch)}
+    if len(rows) != 1 or not min(rows) or min(rows) % parts:
+        raise ConfigError(
+            f"the batch: its arrays have the rows of a step first, a multiple of {parts} (microbatches x shards of "
+            f"the batch); got {', '.join(map(str, sorted(rows))) or 'no arrays'}"
+        )
+    sharding = NamedSharding(program.mesh, P(None, BATCH_AXES))
+
+    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        lead = (program.accumulation, leaf.shape[0] // program.accumulation)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct((*lead, *leaf.shape[1:]), dtype, sharding=sharding)
+
+    return jax.tree.map(one, batch)
 
 
 def abstract_batch(config: Config, program: Program) -> dict[str, jax.ShapeDtypeStruct]:
@@ -131,14 +159,20 @@ def compile_step(described: Described, options: Mapping[str, Any] | None = None)
       ConfigError: an option that this jaxlib does not know.
       OutOfDeviceMemory: XLA finds no way to place the program in the chip's memory.
     """
-    target = described.target
+    return compile_program(described.program, described.batch, described.target, options)
+
+
+def compile_program(
+    program: Program, batch: Any, target: aot.Target, options: Mapping[str, Any] | None = None
+) -> CompiledStep:
+    """The same of a program and an abstract batch."""
     chosen = aot.choose_options(target, options)
     started = time.monotonic()
     with aot.on(target):
-        lowered = described.program.lower_step(described.batch)
+        lowered = program.lower_step(batch)
     compiled = aot.compile_for(target, lowered, chosen.options)
     seconds = time.monotonic() - started
-    inspection = aot.inspect(compiled, described.program.mesh)
+    inspection = aot.inspect(compiled, program.mesh)
     return CompiledStep(inspection, seconds, chosen.options, tuple(chosen.notes))
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 from dsjax.config import Config
 from dsjax.errors import ConfigError
-from dsjax.plan.compiled import Described, describe
+from dsjax.plan import analytic
+from dsjax.plan.compiled import Described, describe, memory_limit
 from dsjax.plan.result import Change, Plan
+from dsjax.plan.settings import as_typed, with_settings
 
 _ENOUGH = 3  # changes to propose
 _TRIES = 8  # compiles at most
+_HOPE = 1.15  # times the limit: what formulas say to be more is not compiled
 _MICROBATCHES = (2, 4, 8, 16, 32)
 
 
@@ -23,10 +26,15 @@ def changes_that_fit(described: Described, plan_of: Callable[[Described], Plan |
     """
     config, found, tries = described.config, [], 0
     for settings in _candidates(config, dict(described.program.mesh.shape)):
+        if _hopeless(with_settings(config, settings), described):
+            continue
         try:
             other = describe(with_settings(config, settings), described.target, described.model.vocab_size)
         except ConfigError:
             continue  # it does not divide
+        held = sum(size for name, size in other.parts.items() if name != "gradients")
+        if held > memory_limit(other.target):
+            continue  # the state alone is too large
         tries += 1
         tried = plan_of(other)
         if tried is not None and tried.fits:
@@ -35,29 +43,24 @@ def changes_that_fit(described: Described, plan_of: Callable[[Described], Plan |
             )
         if len(found) == _ENOUGH or tries == _TRIES:
             break
-    return tuple(sorted(found, key=lambda change: change.step_seconds))
+    useful = [one for one in found if not any(_better(other, one) for other in found)]
+    return tuple(sorted(useful, key=lambda change: change.step_seconds))
 
 
-def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """A config with other values of `section.key`.
-
-    Raises:
-      ConfigError: what the section does not take.
-    """
-    changed: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        section, key = name.split(".")
-        changed.setdefault(section, {})[key] = value
-    return config.model_copy(
-        update={
-            section: getattr(config, section).model_copy(update=values) for section, values in changed.items()
-        }
-    )
+def _better(one: Change, other: Change) -> bool:
+    """Whether one takes less of both memory and time."""
+    return one.total < other.total and one.step_seconds < other.step_seconds
 
 
-def as_typed(settings: Mapping[str, Any]) -> str:
-    """Settings as they stand on a command line."""
-    return " ".join(f"{name}={value}" for name, value in settings.items())
+def _hopeless(config: Config, described: Described) -> bool:
+    """Whether the formulas, which are for Llamas on GPUs, leave no hope; True too where it does not divide."""
+    if described.target.chip.kind != "gpu" or ":" in config.model.kind:
+        return False
+    try:
+        memory = analytic.memory(analytic.lay_out(config, described.target, described.model.vocab_size))
+    except ConfigError:
+        return True
+    return memory.total > _HOPE * memory.limit
 
 
 def _candidates(config: Config, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
@@ -72,6 +75,8 @@ def _candidates(config: Config, mesh: Mapping[str, int]) -> Iterator[dict[str, A
     yield from ({"train.gradient_accumulation_steps": n} for n in microbatches[:2])
     yield from ({"train.remat": remat} for remat in remats)
     strongest = {"train.remat": remats[-1]} if remats else {}
+    if mesh["data"] > 1:
+        yield {"mesh.data": 1, "mesh.fsdp": mesh["data"] * mesh["fsdp"]}
     for n in microbatches if remats else microbatches[2:]:
         yield {**strongest, "train.gradient_accumulation_steps": n}
     for axes in _wider(mesh):
@@ -86,10 +91,10 @@ def _keeps(remat: str) -> int:
 
 def _wider(mesh: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """The mesh with what replicas there are made shards, then with a tensor or context axis."""
-    replicas, shards = mesh["data"], mesh["fsdp"]
-    if replicas > 1:
-        yield {"mesh.data": 1, "mesh.fsdp": replicas * shards}
+    shards = mesh["data"] * mesh["fsdp"]
+    if mesh["data"] > 1:
+        yield {"mesh.data": 1, "mesh.fsdp": shards}
     for axis in ("tensor", "context"):
         for size in (2, 4, 8):
             if shards % size == 0 and mesh[axis] == 1:
-                yield {"mesh.fsdp": shards // size, f"mesh.{axis}": size}
+                yield {"mesh.data": 1, "mesh.fsdp": shards // size, f"mesh.{axis}": size}

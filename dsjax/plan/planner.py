@@ -11,25 +11,31 @@ from typing import Any
 from dsjax import aot
 from dsjax.config import Config
 from dsjax.errors import OutOfDeviceMemory
+from dsjax.mesh import make_mesh
 from dsjax.plan import cost
 from dsjax.plan.analytic import estimate
 from dsjax.plan.compiled import (
     CompiledStep,
     Described,
+    batch_like,
     check_mesh,
+    compile_program,
     compile_step,
     describe,
     memory_limit,
+    parts_of,
     vocabulary,
 )
 from dsjax.plan.fit import changes_that_fit
-from dsjax.plan.result import Flops, Forecast, MemoryUse, Plan
+from dsjax.plan.result import Flops, MemoryUse, Plan
+from dsjax.plan.settings import settings_of, with_money
+from dsjax.train.program import Recipe, lay_out
 
+_MOST = 0.95  # of a GPU's memory that can be given to jax beside CUDA's and NCCL's own
 CAUSAL = (
     "model FLOPs count causal attention once: only the scores that the mask keeps; hardware FLOPs are of "
     "every product in the program, with what is recomputed and what a mask throws away"
 )
-_SECONDS_A_DAY = 86400
 
 
 def plan(
@@ -106,6 +112,39 @@ def report(
     return _plan(target, step, {}, {}, model_flops, tokens_per_step, tokens)
 
 
+def plan_recipe(
+    recipe: Recipe,
+    config: Config,
+    batch: Any,
+    on: str | aot.Target,
+    *,
+    flops_per_step: float | None = None,
+    tokens_per_step: float | None = None,
+    tokens: float | None = None,
+    chips: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The plan of a trainer's own model and loss (`Trainer.plan`).
+
+    Args:
+      recipe, config: the trainer's.
+      batch: a tree of arrays, or of `jax.ShapeDtypeStruct`, with all rows of a step as their first dimension.
+      flops_per_step: model FLOPs on all devices, for the MFU; tokens_per_step, tokens: for days and money.
+
+    Raises:
+      ConfigError: an unknown chip, a mesh or a batch that does not fit the cluster, no wheels to compile with.
+      OutOfDeviceMemory: XLA finds no way to place the program in the chip's memory.
+    """
+    target = target_of(on, chips)
+    check_mesh(config, target)
+    with aot.on(target):
+        program = lay_out(recipe, config, make_mesh(config.mesh, target.devices()))
+    abstract = batch_like(batch, program)
+    step = compile_program(program, abstract, target, options)
+    parts, settings = parts_of(program, abstract), settings_of(config)
+    return _plan(target, step, parts, settings, flops_per_step, tokens_per_step, tokens)
+
+
 def target_of(on: str | aot.Target, chips: str | Path | None = None) -> aot.Target:
     """The cluster of a name, with the chips of a file."""
     return on if isinstance(on, aot.Target) else aot.parse_target(on, aot.load_chips(chips))
@@ -122,12 +161,6 @@ def summary(described: Described, step: CompiledStep, tokens: float | None) -> P
         described.tokens,
         tokens,
     )
-
-
-def settings_of(config: Config) -> dict[str, Any]:
-    """What of a config's section train shapes the step."""
-    keys = ("global_batch_size", "sequence_length", "gradient_accumulation_steps", "remat", "fsdp_gather")
-    return {key: getattr(config.train, key) for key in keys}
 
 
 def _tried(described: Described, tokens: float, options: Mapping[str, Any] | None) -> Plan | None:
@@ -147,12 +180,16 @@ def _plan(
     tokens: float | None,
 ) -> Plan:
     inspection = step.inspection
-    groups = cost.traffic(inspection.collectives, target)
+    groups, flops = cost.traffic(inspection.collectives, target), inspection.work.flops
+    dtype = max(flops, key=lambda name: flops[name]) if flops else "bf16"
     forecast = cost.step_forecast(inspection, target)
     notes = [*step.notes, CAUSAL]
     unknown = [c for c in inspection.custom_calls if c.kind == "kernel" and not c.flops]
     if unknown:
         notes.append(f"{len(unknown)} kernels tell no FLOPs: their arithmetic is not in the times")
+    memory = _memory(target, inspection, parts)
+    if memory.limit < memory.total <= _MOST * memory.capacity:
+        notes.append(f"with XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST} in the environment it fits as it is")
     if any(loop.trips is None for loop in inspection.loops):
         notes.append("the turns of some loops are not known before the run: each counts as one")
     return Plan(
@@ -161,12 +198,12 @@ def _plan(
         compiled=True,
         mesh=dict(inspection.mesh),
         settings=settings,
-        memory=_memory(target, inspection, parts),
+        memory=memory,
         traffic=groups,
         hidden_share=cost.hidden_share(groups),
         flops=Flops(model_flops, inspection.flops * target.size),
         roofline=cost.roofline(inspection.work, groups, target),
-        forecast=with_money(forecast, target, inspection, model_flops, tokens_per_step, tokens),
+        forecast=with_money(forecast, target, dtype, model_flops, tokens_per_step, tokens),
         compile_seconds=step.seconds,
         options=step.options,
         notes=tuple(notes),
@@ -188,33 +225,4 @@ def _memory(target: aot.Target, inspection: aot.Inspection, parts: Mapping[str, 
         total=memory.total,
         capacity=target.chip.memory.bytes,
         limit=memory_limit(target),
-    )
-
-
-def with_money(
-    forecast: Forecast,
-    target: aot.Target,
-    inspection: aot.Inspection | None,
-    model_flops: float | None,
-    tokens_per_step: float | None,
-    tokens: float | None,
-) -> Forecast:
-    """A forecast with what follows from its seconds."""
-    seconds, chip = forecast.step_seconds, target.chip
-    flops = inspection.work.flops if inspection is not None else {}
-    dtype = max(flops, key=lambda name: flops[name]) if flops else "bf16"
-    mfu = model_flops / (seconds * target.size * chip.flops(dtype)) if model_flops and seconds else None
-    if not tokens_per_step or not seconds:
-        return replace(forecast, mfu=mfu)
-    rate = tokens_per_step / seconds
-    days = tokens / rate / _SECONDS_A_DAY if tokens else None
-    hours = None if days is None else days * 24 * target.size
-    return replace(
-        forecast,
-        mfu=mfu,
-        tokens_per_second=rate,
-        tokens=tokens,
-        days=days,
-        dollars=None if hours is None else hours * chip.price,
-        kwh=None if hours is None else hours * chip.watts / 1000,
     )

@@ -27,7 +27,7 @@ class Sheet:
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -127,27 +127,32 @@ def _memory(memory: MemoryUse) -> Sheet:
 
 def _traffic(plan: Plan) -> Sheet:
     shown, rest = plan.traffic[:_SHOWN], plan.traffic[_SHOWN:]
-    rows = [_traffic_row(one) for one in shown]
+    rows = [_traffic_row(one, plan.compiled) for one in shown]
     if rest:
         sent, time = sum(t.sent for t in rest), sum(t.seconds for t in rest)
         times = sum(t.times for t in rest)
-        rows.append((f"{len(rest)} smaller groups", "", "", "", gib(sent), str(times), "", seconds(time), ""))
+        rows.append((f"{len(rest)} smaller", "", "", "", gib(sent), str(times), seconds(time), ""))
     share = "" if plan.hidden_share is None else f"; {plan.hidden_share:.0%} of their time is hidden"
     return Sheet(
-        f"collectives of a step{share}",
-        ("kind", "axes", "link", "type", "a device sends", "times", "in loops of", "on the wire", "hidden"),
+        f"collectives of a step, links inside and between nodes, bytes that a device sends{share}",
+        ("kind", "axes", "link", "type", "sent", "times", "time", "hidden"),
         rows,
     )
 
 
-def _traffic_row(one: Traffic) -> tuple[str, ...]:
+def _traffic_row(one: Traffic, compiled: bool) -> tuple[str, ...]:
     loops = " x ".join("?" if turns is None else str(turns) for turns in one.loop)
-    hidden = f"{one.hidden / one.seconds:.0%}" if one.seconds else ""
-    where = f"{one.link} ({'between' if one.crosses else 'inside'} nodes)"
+    hidden = f"{one.hidden / one.seconds:.0%}" if compiled and one.seconds else ""
     return (
-        one.kind, ", ".join(one.axes), where, one.dtype, gib(one.sent), str(one.times), loops,
-        seconds(one.seconds), hidden,
-    )  # fmt: skip
+        one.kind,
+        "+".join(one.axes),
+        "between" if one.crosses else "inside",
+        one.dtype,
+        gib(one.sent),
+        f"{one.times} (loop of {loops})" if loops else str(one.times),
+        seconds(one.seconds),
+        hidden,
+    )
 
 
 def _time(plan: Plan) -> Sheet:
@@ -155,8 +160,8 @@ def _time(plan: Plan) -> Sheet:
     rows = [
         ("compute, at peak", seconds(roofline.compute)),
         ("device memory, at peak", seconds(roofline.memory)),
-        ("link inside nodes, at peak", seconds(roofline.node)),
-        ("link between nodes, at peak", seconds(roofline.network)),
+        ("links inside nodes, at peak", seconds(roofline.node)),
+        ("links between nodes, at peak", seconds(roofline.network)),
         ("bound by", roofline.bound),
         ("predicted step", seconds(forecast.step_seconds)),
         ("  of it exposed communication", seconds(forecast.exposed_seconds)),

@@ -6,8 +6,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,16 +18,16 @@ from dsjax.checkpoint import DiskCheckpoints
 from dsjax.checkpoint.disk import state_bytes
 from dsjax.config import Config, from_dict
 from dsjax.data import as_step_loader
-from dsjax.errors import ConfigError, Diverged, InputError, Preempted
-from dsjax.mesh import make_mesh
+from dsjax.errors import ConfigError, Diverged, Preempted
+from dsjax.mesh import AXES, make_mesh
 from dsjax.observe import check_sinks, peak_flops, write_report
 from dsjax.train import loop
 from dsjax.train.agreement import require_same_settings
 from dsjax.train.given import Init, Optimizer, as_optimizer, as_schedule, require_alive
-from dsjax.train.memory import refuse_oversized_state
 from dsjax.train.optimizers import Schedule
 from dsjax.train.program import Program, Recipe, lay_out
 from dsjax.train.recorder import Rates, Recorder
+from dsjax.train.resume import first_state, restore
 from dsjax.train.rundir import RunDirectory
 from dsjax.train.signals import stop_on_signals
 from dsjax.train.state import State
@@ -241,6 +239,29 @@ class Trainer:
         limit = self.config.eval.steps if steps is None else steps
         return loop.evaluate(self.program, state, batches, limit)
 
+    def plan(self, on: str, batch: Any, *, mesh: Mapping[str, int] | None = None, **more: Any) -> Any:
+        """What this trainer's step takes on a cluster that is not here; no device of it is touched.
+
+        Args:
+          on: the cluster, as `8xH100` or `2x8xH100`.
+          batch: a tree of arrays or `jax.ShapeDtypeStruct`s with all rows of a step as first dimension.
+          mesh: axis -> size on that cluster; this trainer's own by default.
+          more: as `dsjax.plan.plan_recipe` takes it.
+
+        Returns:
+          A `dsjax.plan.Plan`: memory, collectives, FLOPs, predicted time.
+
+        Raises:
+          ConfigError: an unknown cluster, a mesh that does not fit it, or the extra `aot` is missing.
+        """
+        from dsjax.plan import plan_recipe
+
+        config = self.config
+        if mesh is not None:
+            values = {**dict.fromkeys(AXES, 1), **mesh}
+            config = config.model_copy(update={"mesh": type(config.mesh)(**values)})
+        return plan_recipe(self.program.recipe, config, batch, on, **more)
+
     # ---- saving --------------------------------------------------------------------------------
 
     def save(self, state: State) -> int:
@@ -271,14 +292,7 @@ class Trainer:
 
     def restore_with_facts(self, step: int | None = None) -> tuple[State, dict[str, Any]]:
         """As `restore`, and what was written beside the state: step, time, mesh, processes, loader."""
-        if step is None:
-            step = self.checkpoints.latest_step()
-            if step is None:
-                raise InputError(
-                    f"no checkpoint in {self.checkpoints.directory}; train first, or set run.dir"
-                )
-        refuse_oversized_state(self.program.abstract_state, list(self.mesh.devices.flat))
-        return self.checkpoints.restore(step, self.program.abstract_state)
+        return restore(self.program, self.checkpoints, step)
 
     # ---- the loop ------------------------------------------------------------------------------
 
@@ -316,7 +330,9 @@ class Trainer:
         data = as_step_loader(loader)
         self._set_steps(steps)
         with self.directory.locked(), self._telling():
-            state, meta, differences = self._first_state(state)
+            state, meta, differences = first_state(
+                self.program, self.checkpoints, self.directory, self.config, state
+            )
             step, resumed = int(state.step), int(state.step) > 0
             owed = self._owes_evaluation(step, steps, bool(eval_loader))
             if step >= steps and not owed:
@@ -386,43 +402,6 @@ class Trainer:
     def _facts(self) -> dict[str, Any]:
         sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         return {"mesh": sizes, "devices": self.mesh.size, "processes": jax.process_count()}
-
-    def _first_state(self, given: State | None) -> tuple[State, dict[str, Any], list[str]]:
-        """The state to start from, its checkpoint's metadata, and settings that changed since."""
-        latest, resume = self.checkpoints.latest_step(), self.config.run.resume
-        where = self.checkpoints.directory
-        if resume == "never" and latest is not None:
-            raise InputError(
-                f"run.resume is never but {where} holds a checkpoint of step {latest}; choose another run.name or "
-                "run.dir, or set run.resume to auto"
-            )
-        if resume == "must" and latest is None and given is None:
-            raise InputError(f"run.resume is must but {where} holds no checkpoint; set run.resume to auto")
-        if given is not None:
-            require_alive(given)
-            if latest is not None and latest > int(given.step):
-                raise InputError(
-                    f"{where} already holds step {latest} but fit was given a state of step {int(given.step)}; leave "
-                    "state out to resume, or choose another run.dir"
-                )
-            return given, {}, []
-        if latest is None:
-            return self._fresh_state(), {}, []
-        differences = self.directory.check_resume()
-        state, meta = self.restore_with_facts(latest)
-        return state, meta, differences
-
-    def _fresh_state(self) -> State:
-        state = self.init()
-        source = self.config.run.init_from
-        if source is None:
-            return state
-        other = DiskCheckpoints(Path(source) / "checkpoints")
-        latest = other.latest_step()
-        if latest is None:
-            raise InputError(f"run.init_from {source}: holds no checkpoint")
-        like = {"params": self.program.abstract_state.params}
-        return replace(state, params=other.restore_part(latest, like)["params"])
 
     def _plan(
         self,

@@ -14,7 +14,7 @@ import pytest
 from dsjax.cli import _settings, main
 from dsjax.errors import ConfigError
 
-VERBS = {"train", "eval", "generate", "launch", "doctor", "data", "checkpoints"}
+VERBS = {"train", "eval", "generate", "plan", "init", "launch", "doctor", "data", "checkpoints"}
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_no_words_show_the_help(dsjax):
         ("launch --workers 0 -- train c.yaml", "launch: invalid value for '--workers'"),
         ("launch -- train c.yaml", "launch: missing option '--workers'"),
         ("data bulid c.yaml", "data: no such command 'bulid'. Did you mean 'build'?"),
-        ("plan c.yaml", "no such command 'plan'"),
+        ("profile c.yaml", "no such command 'profile'"),
     ],
 )
 def test_a_usage_error_is_one_line(dsjax, words, line):

@@ -283,11 +283,15 @@ def test_the_stored_config_holds_what_the_script_set_and_nothing_else(undisturbe
 def test_what_a_script_gets_wrong_is_told_before_anything_runs() -> None:
     with pytest.raises(dsjax.ConfigError, match=r"init=lambda rngs: Net\(rngs=rngs\)"):
         dsjax.Trainer(Net, loss, optax.sgd(0.1))
-    with pytest.raises(dsjax.ConfigError, match="no parameter matches inner/kernal; did you mean inner/kernel"):
+    with pytest.raises(
+        dsjax.ConfigError, match="no parameter matches inner/kernal; did you mean inner/kernel"
+    ):
         dsjax.Trainer(
             lambda rngs: Net(rngs=rngs), loss, optax.sgd(0.1), param_axes={"inner/kernal": ("embed", "mlp")}
         )
-    mean = dsjax.Trainer(lambda rngs: Net(rngs=rngs), lambda model, batch: jnp.mean(batch["x"]), optax.sgd(0.1))
+    mean = dsjax.Trainer(
+        lambda rngs: Net(rngs=rngs), lambda model, batch: jnp.mean(batch["x"]), optax.sgd(0.1)
+    )
     rows = jax.tree.map(lambda *r: np.stack(r), *[example(i) for i in range(ROWS)])
     with pytest.raises(dsjax.ConfigError, match=r"one array of shape \(\).*not a mean"):
         mean.step(mean.init(), rows)
@@ -316,7 +320,9 @@ def test_numbers_that_a_device_cannot_hold_are_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     rows = jax.tree.map(lambda *r: np.stack(r), *[example(i) for i in range(ROWS)])
     for value in (np.full(ROWS, 2**40), np.full(ROWS, 1e300)):
-        with pytest.raises(dsjax.InputError, match=r"y holds (int64|float64) numbers that (int32|float32) cannot"):
+        with pytest.raises(
+            dsjax.InputError, match=r"y holds (int64|float64) numbers that (int32|float32) cannot"
+        ):
             made.step(made.init(), {**rows, "y": value})
 
 
@@ -357,3 +363,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_serves(tmp_path: 
     shutil.rmtree(tmp_path / "checkpoints" / "4")
     assert int(trainer(tmp_path).fit(loader(), steps=5).step) == 5
     assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_trainer_plans_for_another_cluster(tmp_path: Path) -> None:
+    made = trainer(tmp_path, mesh={"fsdp": 2}, devices=jax.devices()[:2])
+    rows = jax.tree.map(lambda *r: np.stack(r), *[example(i) for i in range(ROWS)])
+    there = made.plan("cpu:8", rows, mesh={"data": 2, "fsdp": 4})
+    assert there.memory.gradients == 4 * ((8 * 16 + 16 + 16) // 4 + 1)  # the last bias is one number
+    assert {axis for traffic in there.traffic for axis in traffic.axes} == {"data", "fsdp"}
+    with pytest.raises(dsjax.ConfigError, match="8"):
+        made.plan("cpu:8", rows)
