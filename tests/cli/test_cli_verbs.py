@@ -36,8 +36,12 @@ def process(*argv: str, **options) -> subprocess.Popen:
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environ = {**os.environ, "PYTHONPATH": here}
     return subprocess.Popen(
-        [sys.executable, "-m", "dsjax", *argv], env=environ, stderr=subprocess.PIPE, text=True, **options
-    )
+        [sys.executable, "-m", "dsjax", *argv],
+        env=environ, stderr=subprocess.PIPE, text=True,
+        # Tests that run in the background of a script have inherited that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **options,
+    )  # fmt: skip
 
 
 def test_help_is_quick_and_imports_nothing_heavy():
