@@ -15,6 +15,7 @@ from dsjax.data.readers import Document, content_hash, plan_parts, read_document
 from dsjax.data.sources import InputFile, Source, list_files, training_sources
 from dsjax.data.tokenizer import BOS, EOS, TOKENIZER_FILE
 from dsjax.errors import ConfigError, InputError
+from dsjax.files import write_atomically
 
 SAMPLE_BYTES = 32 << 20
 """More text than this does not change a vocabulary much: larger data sets are sampled evenly."""
@@ -74,9 +75,9 @@ def _train(listed: list[tuple[Source, list[InputFile]]], data: DataConfig, direc
     draft = cache.draft_of(directory)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
-    cache.write_atomically(draft / TOKENIZER_FILE, tokenizer.to_str().encode())
+    write_atomically(draft / TOKENIZER_FILE, tokenizer.to_str().encode())
     settings: dict[str, Any] = {"bos_token": BOS, "eos_token": EOS}
-    cache.write_atomically(draft / "tokenizer_config.json", json.dumps(settings).encode())
+    write_atomically(draft / "tokenizer_config.json", json.dumps(settings).encode())
     draft.rename(directory)
 
 

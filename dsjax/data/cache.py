@@ -17,6 +17,7 @@ import numpy as np
 from dsjax.config.schema import DataConfig
 from dsjax.data.sources import InputFile
 from dsjax.errors import InputError
+from dsjax.files import write_atomically
 
 FORMAT = 1
 """Part of every key: raise it when what is stored changes."""
@@ -96,16 +97,6 @@ def building(target: Path, what: str) -> Iterator[bool]:
 def cannot_write(place: Any, reason: Any) -> InputError:
     """The error of a cache that cannot be written."""
     return InputError(f"data.cache_dir: cannot write {place} ({reason}); free space or choose another place")
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that appears whole or not at all, even if the machine stops."""
-    draft = draft_of(path)
-    with open(draft, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(draft, path)
 
 
 def write_array(path: Path, array: np.ndarray) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsjax.data import cache
+from dsjax.files import write_atomically
 
 
 class ExamplesLog:
@@ -47,7 +47,7 @@ class ExamplesLog:
         for file in stale:
             if file.is_file():
                 kept = [line for line in file.read_bytes().splitlines(keepends=True) if _before(line, step)]
-                cache.write_atomically(file, b"".join(kept))
+                write_atomically(file, b"".join(kept))
         self._stream = open(mine, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
 
 

@@ -24,6 +24,7 @@ from dsjax.data.sources import MANIFEST, InputFile, Source, list_files
 from dsjax.data.store import CHUNK, DOCUMENT, INDEX, Job, Store, part_names, token_dtype, write_part
 from dsjax.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from dsjax.errors import InputError, InternalError, Preempted
+from dsjax.files import write_atomically
 
 _PART_BYTES, _PARTS = 4 << 20, 256
 """A part is of 4 MB, or larger where that gave more than 256 parts."""
@@ -171,7 +172,7 @@ def _finish(source: Source, job: Job, tokenizer: Tokenizer) -> None:
     (job.directory / _JOB).unlink(missing_ok=True)
     for draft in job.directory.glob(".*"):  # of processes that were killed
         draft.unlink()
-    cache.write_atomically(job.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_atomically(job.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
 def _nothing(source: Source, job: Job, skipped: dict[str, int]) -> str:
@@ -188,7 +189,7 @@ _JOB = "job.json"
 
 def _run_workers(job: Job, numbers: Sequence[int], workers: int, on_done: Callable[[int], None]) -> None:
     """Tokenises parts in processes of their own; stops them all at the first fault or interrupt."""
-    cache.write_atomically(job.directory / _JOB, job.dump().encode())
+    write_atomically(job.directory / _JOB, job.dump().encode())
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in numbers:
         todo.put(number)

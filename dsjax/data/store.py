@@ -23,6 +23,7 @@ from dsjax.data.readers import Document, Part, content_hash, open_records, read_
 from dsjax.data.sources import MANIFEST, InputFile
 from dsjax.data.tokenizer import Tokenizer
 from dsjax.errors import InputError
+from dsjax.files import write_atomically
 
 CHUNK = 2048
 """Tokens of a record: what a read fetches at least."""
@@ -124,7 +125,7 @@ def write_part(job: Job, number: int, tokenizer: Tokenizer) -> None:
         cache.sync(draft)
         draft.replace(records)
         cache.write_array(index, np.array(sink.documents, DOCUMENT))
-        cache.write_atomically(counts, json.dumps(sink.counts()).encode())
+        write_atomically(counts, json.dumps(sink.counts()).encode())
     except RuntimeError as error:  # the writer's own words for what the system says
         raise cache.cannot_write(records, next(iter(str(error).splitlines()), "unknown")) from None
     finally:

@@ -11,9 +11,12 @@ import json
 import math
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from dsjax.files import write_atomically
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -75,7 +78,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-class _Log:
+class _Log(ABC):
     """A file of JSON lines that is appended to."""
 
     name: str
@@ -91,9 +94,9 @@ class _Log:
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
+    @abstractmethod
     def _mend(self) -> None:
         """Deals with a last line that has no end."""
-        raise NotImplementedError
 
     def _torn_tail(self) -> tuple[int, bytes]:
         """Where the last line begins that no newline ends, and that line; empty if there is none."""
@@ -170,12 +173,7 @@ class MetricsLog(_Log):
                     dropped = True
         if not dropped:
             return
-        new = self.path.with_name(self.path.name + ".new")
-        with new.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, self.path)
+        write_atomically(self.path, b"".join(kept))
         os.close(self._fd)
         self._fd = self._open()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import jinja2
 
+from dsjax.files import write_atomically
 from dsjax.observe.charts import Chart, Point, Series, draw, number
 from dsjax.observe.logs import EVENTS, METRICS, read_lines, users_metrics
 
@@ -41,9 +41,7 @@ def write_report(run_dir: str | Path) -> Path:
     run_dir = Path(run_dir)
     path = run_dir / REPORT
     try:
-        new = path.with_name(REPORT + ".new")
-        new.write_text(_page(run_dir), encoding="utf-8")
-        os.replace(new, path)
+        write_atomically(path, _page(run_dir).encode())
     except OSError as error:
         print(f"dsjax: {path} could not be written ({error.strerror})", file=sys.stderr)
     return path

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,6 @@ class Plan:
     on_checkpoint: Callable[[int], None] | None = None
     trace: Callable[[int], None] = lambda step: None
     evaluate_first: bool = False
-    run_again: str = "run the same again to go on"
     saved_at: int = field(default=-1, init=False)
 
 
@@ -102,7 +102,9 @@ def run_loop(
     if step < plan.steps:
         reason = stop.signal or ("another process was asked to stop" if recorder.stop_voted else "stop_after")
         recorder.event("preempted", step, reason=reason)
-        raise Preempted(f"stopped at step {step} of {plan.steps} ({reason}), saved; {plan.run_again}")
+        raise Preempted(
+            f"stopped at step {step} of {plan.steps} ({reason}), saved; run the same again to go on"
+        )
     if plan.eval_every and step > start:
         _evaluate(plan, recorder, step, state)
     return state
@@ -176,13 +178,19 @@ def evaluate(program: Program, state: State, batches: Any, steps: int = -1) -> d
       InputError: the set has no weight at all.
     """
     totals: dict[str, float] = {}
-    for index, batch in enumerate(batches):
-        if steps >= 0 and index >= steps:
-            break
-        placed = program.place_eval(batch)
-        sums = program.evaluation(placed)(state.params, state.model_state, placed)
+
+    def add(sums: Mapping[str, jax.Array]) -> None:
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + float(value)
+
+    # Read one batch late, so that the next one is prepared while the device works.
+    before: Mapping[str, jax.Array] = {}
+    for batch in itertools.islice(batches, None if steps < 0 else steps):
+        placed = program.place_eval(batch)
+        now = program.evaluation(placed)(state.params, state.model_state, placed)
+        add(before)
+        before = now
+    add(before)
     if not totals.get("weight"):
         raise InputError("evaluation: no example of the set has weight; look at its files and masks")
     loss = totals["loss"] / totals["weight"]

@@ -113,6 +113,8 @@ class Program:
         )
         self.abstract_state = self._abstract_state(params, model_state)
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        # Shards of the batch, and how many of them are this process's: the same at every step.
+        self._shards = batch_shards(self.mesh), len(process_rows(self.mesh, batch_shards(self.mesh)))
         self._steps: dict[Any, Any] = {}
         self._evals: dict[Any, Any] = {}
         self._votes: dict[bool, jax.Array] = {}
@@ -189,8 +191,8 @@ class Program:
 
     def rows_are_alike(self, batch: Any) -> bool:
         """Whether all processes bring the same rows although the mesh gives each of them its own."""
-        shards = batch_shards(self.mesh)
-        if jax.process_count() == 1 or len(process_rows(self.mesh, shards)) == shards:
+        shards, mine = self._shards
+        if jax.process_count() == 1 or mine == shards:
             return False
         told = hashlib.blake2b(digest_size=8)
         for leaf in jax.tree.leaves(batch):
@@ -209,8 +211,7 @@ class Program:
           InputError: rows that differ between arrays or do not divide, or NaN in the data.
         """
         rows = _leading_rows(batch)
-        shards = batch_shards(self.mesh)
-        mine = len(process_rows(self.mesh, shards))
+        shards, mine = self._shards
         parts = mine * self.accumulation
         if rows % parts:
             raise InputError(
@@ -235,8 +236,7 @@ class Program:
         Rows that do not divide over the mesh (a last, partial batch) are computed by every device.
         """
         rows = _leading_rows(batch)
-        shards = batch_shards(self.mesh)
-        mine = len(process_rows(self.mesh, shards))
+        shards, mine = self._shards
         whole = rows % mine != 0
         if whole and jax.process_count() > 1:
             raise InputError(
@@ -311,12 +311,12 @@ class Program:
         abstract = _abstract(batch)
 
         def measure(program: Program) -> Callable[[], int | None]:
-            return lambda: program.step_bytes(program.like_batch(abstract, self.accumulation))
+            return lambda: program.step_bytes(program.like_batch(abstract))
 
         return refuse_oversized(needed, limit, [(t, measure(p)) for t, p in self.alternatives()])
 
-    def like_batch(self, batch: Any, accumulation: int) -> Any:
-        """An abstract batch of [accumulation, ...] as this program takes it."""
+    def like_batch(self, batch: Any) -> Any:
+        """A batch of another accumulation, abstract, as this program takes it."""
 
         def one(leaf: Any) -> jax.ShapeDtypeStruct:
             rows = leaf.shape[0] * leaf.shape[1]

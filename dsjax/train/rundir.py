@@ -15,6 +15,7 @@ import jax
 
 from dsjax.config import Config, changed, dump, load
 from dsjax.errors import ConfigError, InputError
+from dsjax.files import write_atomically
 from dsjax.observe import EventLog, environment
 from dsjax.observe.logs import METRICS, read_lines
 
@@ -92,8 +93,9 @@ class RunDirectory:
             events.event("config_changed", step, changes=differences)
         if jax.process_index() != 0:
             return
-        _write(self.path / "config.yaml", dump(self._config, self._only))
-        _write(self.path / "environment.json", json.dumps(environment() | facts, indent=2) + "\n")
+        write_atomically(self.path / "config.yaml", dump(self._config, self._only).encode())
+        facts = environment() | facts
+        write_atomically(self.path / "environment.json", (json.dumps(facts, indent=2) + "\n").encode())
 
     def was_evaluated(self, step: int) -> bool:
         """Whether the metrics hold an evaluation of this step."""
@@ -111,10 +113,3 @@ class RunDirectory:
                 f"checkpoint.disk.path {place}: one checkpoint takes {checkpoint_bytes / 1e6:,.1f} MB and "
                 f"{free / 1e6:,.1f} MB are free; free some space or set checkpoint.disk.path to another disk"
             )
-
-
-def _write(path: Path, text: str) -> None:
-    """Replaces a file whole, so that no crash leaves half of it."""
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)

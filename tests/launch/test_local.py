@@ -166,7 +166,7 @@ def test_workers_die_with_a_supervisor_that_is_killed(tmp_path):
         lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids),
         5,
     )
-    finish(process)
+    assert finish(process)[0] == -signal.SIGKILL
 
 
 def test_a_terminal_that_goes_away_leaves_the_logs(tmp_path):

@@ -185,9 +185,10 @@ def test_a_long_run_makes_a_small_page_that_keeps_the_extremes(tmp_path):
 
 
 def test_a_page_that_cannot_be_written_is_told_and_does_not_raise(tmp_path, capsys):
-    (tmp_path / "report.html.new").mkdir()
+    (tmp_path / "report.html").mkdir()
     write_report(tmp_path)
     assert "report.html could not be written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"], "a draft is left"
 
 
 def test_thinning_keeps_ends_extremes_and_gaps():
