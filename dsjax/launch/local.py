@@ -26,6 +26,10 @@ LOGS = "launch-logs"
 GRACE_SECONDS = 10.0
 # Workers save together: when one has stopped after saving, the others are about to.
 _SAVED_GRACE_SECONDS = 60.0
+# A process that is killed takes its peers' connections with it: they may be seen to fail before it is.
+_CAUSE_SECONDS = 1.0
+# What ends a process from outside or by a fault of its own, never because a peer has gone (that is an abort).
+_CAUSES = {128 + s for s in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)}
 _PR_SET_PDEATHSIG = 1
 # What XLA's CPU collectives print for every group of devices; the logs keep it.
 _CHATTER = b"[Gloo] Rank "
@@ -44,8 +48,8 @@ def launch(workers: int, command: Sequence[str]) -> int:
       command: a verb of dsjax and its arguments, or another program and its.
 
     Returns:
-      0; the exit code of the first process that failed (128 + N where signal N ended it); or 75 where
-      they stopped after saving.
+      0; the exit code of the first process that failed (128 + N where signal N ended it; one that was
+      killed counts before the peers that failed for want of it); or 75 where they stopped after saving.
 
     Raises:
       InputError: there is no such program, or the logs cannot be written.
@@ -139,14 +143,26 @@ class _Job:
                     self._kill_at = None
                     self._end_others(signal.SIGKILL)
                 continue
-            self._codes[rank] = code
-            self._judge(rank, code)
+            for rank, code in self._with_its_cause(rank, code):
+                self._codes[rank] = code
+                self._judge(rank, code)
         for reader in self._readers:
             # A worker's own child may hold the pipe open for ever.
             reader.join(timeout=2.0)
         if self._failed is not None:
             return self._failed[1]
         return EXIT_PREEMPTED if EXIT_PREEMPTED in self._codes.values() else EXIT_DONE
+
+    def _with_its_cause(self, rank: int, code: int) -> list[tuple[int, int]]:
+        """An end, and those that come at almost the same time, the likeliest cause first."""
+        ends = [(rank, code)]
+        if code in (EXIT_DONE, EXIT_PREEMPTED) or code in _CAUSES or self._ended_by_us:
+            return ends
+        until = time.monotonic() + _CAUSE_SECONDS
+        with contextlib.suppress(queue.Empty):
+            while len(self._codes) + len(ends) < self._workers:
+                ends.append(self._ended.get(timeout=max(0.0, until - time.monotonic())))
+        return sorted(ends, key=lambda end: end[1] not in _CAUSES)
 
     def _judge(self, rank: int, code: int) -> None:
         """Decides what the end of one means for the others."""

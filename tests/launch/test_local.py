@@ -103,6 +103,13 @@ def test_all_end_when_one_fails_and_its_code_is_returned(tmp_path, ends, expecte
     )
 
 
+def test_one_that_was_killed_counts_before_a_peer_that_failed_for_want_of_it(tmp_path):
+    # The peer is seen to end first, as when a broken connection ends it while the killed one is still torn down.
+    ends = "rank or sys.exit(1)\ntime.sleep(0.3)\nos.kill(os.getpid(), signal.SIGKILL)"
+    code, out, _ = run(tmp_path, 2, ends)
+    assert code == 137 and "rank 1 was ended by SIGKILL" in out and "rank 0 ended" not in out
+
+
 def test_a_worker_that_does_not_end_when_told_is_killed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dsjax.launch.local.GRACE_SECONDS", 0.5)
