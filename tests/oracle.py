@@ -31,6 +31,11 @@ PLAIN: Mapping[str, Any] = {
 """One device, fp32, no tricks."""
 
 
+def devices_of(settings: Mapping[str, Any]) -> int:
+    """Devices that the axes of (partial) settings make; `tensor` may be a pair."""
+    return int(np.prod([np.prod(settings.get(axis, 1)) for axis in AXES]))
+
+
 @dataclass
 class Trained:
     """What some steps of training gave: metrics a step, and by name gradients of each step and last parameters."""
@@ -64,7 +69,7 @@ def config_of(settings: Mapping[str, Any]) -> Any:
                 "kind": settings["optimizer"], "learning_rate": RATE, "eps": 1e-4, "max_grad_norm": 1.0,
                 "schedule": {"warmup_steps": 2},
             },
-            "mesh": {axis: settings[axis] for axis in AXES},
+            "mesh": {axis: list(s) if isinstance(s := settings[axis], tuple) else s for axis in AXES},
         }
     )  # fmt: skip
 
@@ -81,7 +86,7 @@ def program_of(settings: Mapping[str, Any]) -> Program:
     """The compiled side of a run with these settings, on as many devices as they name."""
     config = config_of(settings)
     train = config.train
-    devices = jax.devices()[: int(np.prod([settings[axis] for axis in AXES]))]
+    devices = jax.devices()[: devices_of(settings)]
     spec = build(config.model, platform="cpu", vocab_size_hint=VOCAB, remat=train.remat, max_length=LENGTH)
     schedule = make_schedule(config.optimizer.schedule, config.optimizer.learning_rate, train.steps)
     recipe = Recipe(

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import AXES, BATCH, PLAIN, on_one_device, train
+from oracle import AXES, BATCH, PLAIN, devices_of, on_one_device, train
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "data": (1, 2, 4),
     "fsdp": (1, 2, 4),
     "context": (1, 2, 4),
-    "tensor": (1, 2, 4),
+    "tensor": (1, 2, 4, (2, 2)),
     "gradient_accumulation_steps": (1, 2, 4),
     "remat": ("none", "full", "dots", "every_2"),
     "rows": ("full", "ragged", "packed"),
@@ -36,9 +36,8 @@ TOLERANCE = 1e-5
 
 def allowed(case: Mapping[str, Any]) -> bool:
     """Whether a (partial) case fits the devices and the batch."""
-    devices = int(np.prod([case.get(axis, 1) for axis in AXES]))
     parts = case.get("data", 1) * case.get("fsdp", 1) * case.get("gradient_accumulation_steps", 1)
-    return devices <= DEVICES and BATCH % parts == 0
+    return devices_of(case) <= DEVICES and BATCH % parts == 0
 
 
 def pairs_of(case: Mapping[str, Any]) -> set[tuple[Any, ...]]:

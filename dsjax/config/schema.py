@@ -10,7 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,26 @@ AxisSize = Annotated[
     AfterValidator(_fits),
     Takes("an integer >= 1, or -1 for the rest of the devices"),
 ]
+
+
+def _tensor_size(value: Any) -> Any:
+    sizes = value if isinstance(value, list | tuple) else [value]
+    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    least = -1 if len(sizes) == 1 else 1
+    if (
+        not whole
+        or len(sizes) not in (1, 2)
+        or not all(least <= size <= LARGEST_INT and size for size in sizes)
+    ):
+        raise ValueError("is no size and no pair of sizes")
+    return list(value) if len(sizes) == 2 else sizes[0]
+
+
+TensorSize = Annotated[
+    int | list[int],
+    PlainValidator(_tensor_size),
+    Takes("an integer >= 1, -1 for the rest of the devices, or two of them: [columns, rows]"),
+]
 OnlyOne = Annotated[int, Field(ge=1, le=1), Takes("1 in this version")]
 
 
@@ -153,7 +181,11 @@ class MeshConfig(Section):
     fsdp: AxisSize = _described(-1, "Shards of parameters, gradients and optimizer state (ZeRO-3).")
     context: AxisSize = _described(1, "Shards of the sequence.")
     expert: OnlyOne = _described(1, "Shards of experts.")
-    tensor: AxisSize = _described(1, "Shards of matrices (attention heads, feed-forward, vocabulary).")
+    tensor: TensorSize = _described(
+        1,
+        "Shards of matrices (attention heads, feed-forward, vocabulary); [columns, rows]: matrices are cut "
+        "along both their dimensions, and what is hidden between layers along the rows.",
+    )
 
     @model_validator(mode="before")
     @classmethod

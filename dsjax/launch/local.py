@@ -143,9 +143,9 @@ class _Job:
                     self._kill_at = None
                     self._end_others(signal.SIGKILL)
                 continue
-            for rank, code in self._with_its_cause(rank, code):
-                self._codes[rank] = code
-                self._judge(rank, code)
+            for ended, its_code in self._with_its_cause(rank, code):
+                self._codes[ended] = its_code
+                self._judge(ended, its_code)
         for reader in self._readers:
             # A worker's own child may hold the pipe open for ever.
             reader.join(timeout=2.0)

@@ -12,16 +12,25 @@ from jax.sharding import AxisType, Mesh
 
 from dsjax.errors import ConfigError
 
-AXES = ("pipeline", "data", "fsdp", "context", "expert", "tensor")
+# `tensor_rows` is the second size of `tensor: [columns, rows]`; the others have their names in a config.
+AXES = ("pipeline", "data", "fsdp", "context", "expert", "tensor", "tensor_rows")
 BATCH_AXES = ("data", "fsdp", "expert")
+# A parameter at rest is cut over these too, and gathered over them to be used.
+SHARD_AXES = ("fsdp", "context")
 
 
-def resolve_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
+def resolve_sizes(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:
     """Sizes of all axes for a number of devices: the one that is -1 takes the rest.
+
+    Args:
+      sizes: axis -> size; `tensor` may be a pair, columns and rows.
 
     Raises:
       ConfigError: the sizes do not multiply to `devices`.
     """
+    sizes = dict(sizes)
+    if not isinstance(sizes.get("tensor", 1), int):
+        sizes["tensor"], sizes["tensor_rows"] = sizes["tensor"]
     full = {axis: int(sizes.get(axis, 1)) for axis in AXES}
     free = [axis for axis in AXES if full[axis] == -1]
     known = math.prod(size for size in full.values() if size != -1)
@@ -55,11 +64,11 @@ def divisors(number: int) -> list[int]:
 
 
 def make_mesh(sizes: Mapping[str, int] | Any, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with all six axes over the devices, in their order (those of one process adjacent).
+    """A mesh with all axes over the devices, in their order (those of one process adjacent).
 
     Args:
       sizes: axis name -> size (or a config's mesh section); missing axes have size 1, one may
-        be -1.
+        be -1; `tensor` may be a pair, columns and rows.
       devices: the devices to use; all of them by default.
 
     Raises:

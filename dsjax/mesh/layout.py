@@ -21,19 +21,22 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import ConfigError
-from dsjax.mesh.axes import AXES, BATCH_AXES, divisors
+from dsjax.mesh.axes import AXES, BATCH_AXES, SHARD_AXES, divisors
 from dsjax.mesh.paths import map_named, named_leaves
 
 Names = Sequence[str | None]
 
+# Matrices: inputs along one of these, outputs along the other (rows vanish where `tensor` is one number).
+_BOTH = ("tensor", "tensor_rows")
+
 PARAM_RULES: Mapping[str, tuple[str, ...]] = {
-    "layers": (), "embed": ("fsdp",), "mlp": ("tensor",), "heads": ("tensor",),
+    "layers": (), "embed": ("tensor_rows", *SHARD_AXES), "mlp": ("tensor",), "heads": ("tensor",),
     "kv_heads": ("tensor",), "head_dim": (), "vocab": ("tensor",), "expert": ("expert",),
 }  # fmt: skip
 ACTIVATION_RULES: Mapping[str, tuple[str, ...]] = {
-    "batch": BATCH_AXES, "sequence": ("context",), "embed": (), "mlp": ("tensor",),
-    "heads": ("tensor",), "kv_heads": ("tensor",), "head_dim": (), "vocab": ("tensor",),
-    "expert": ("expert",), "layers": (),
+    "batch": BATCH_AXES, "sequence": ("context",), "residual": ("context", "tensor"),
+    "embed": ("tensor_rows",), "mlp": _BOTH, "heads": _BOTH, "kv_heads": _BOTH, "head_dim": (),
+    "vocab": _BOTH, "columns": ("tensor",), "expert": ("expert",), "layers": (),
 }  # fmt: skip
 
 
@@ -64,6 +67,13 @@ class Layout:
         """The mesh axes of more than one device over which an activation's axis is cut."""
         return tuple(a for a in _axes_of(self.activation_rules, name) if self.mesh.shape[a] > 1)
 
+    def fitting(self, name: str | None, extent: int) -> tuple[str, ...]:
+        """The axes over which an activation's dimension of this extent is cut: the first that divide it."""
+        axes = self.active(name) if name is not None else ()
+        while extent % math.prod(self.mesh.shape[a] for a in axes):
+            axes = axes[:-1]
+        return axes
+
     def spec(self, names: Names) -> P:
         """PartitionSpec of an activation whose dimensions have these logical names."""
         return P(*(self._entry(self.activation_rules, name) for name in names))
@@ -72,10 +82,15 @@ class Layout:
         """Sharding of an activation whose dimensions have these logical names."""
         return NamedSharding(self.mesh, self.spec(names))
 
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The mesh axes of more than one device over which parameters are gathered to be used."""
+        return tuple(a for a in SHARD_AXES if self.mesh.shape[a] > 1)
+
     def _entry(
-        self, rules: Mapping[str, tuple[str, ...]], name: str | None, without: str = ""
+        self, rules: Mapping[str, tuple[str, ...]], name: str | None, without: Sequence[str] = ()
     ) -> tuple[str, ...] | str | None:
-        axes = tuple(a for a in _axes_of(rules, name) if self.mesh.shape[a] > 1 and a != without)
+        axes = tuple(a for a in _axes_of(rules, name) if self.mesh.shape[a] > 1 and a not in without)
         return (axes[0] if len(axes) == 1 else axes) or None
 
     def names_of(self, path: str) -> Names | None:
@@ -95,19 +110,19 @@ class Layout:
         return self._largest_dimension(shape)
 
     def _largest_dimension(self, shape: Sequence[int]) -> P:
-        size = self.mesh.shape["fsdp"]
-        candidates = [(extent, -i) for i, extent in enumerate(shape) if extent and extent % size == 0]
-        if size == 1 or not candidates:
-            return P()
-        dimension = -max(candidates)[1]
-        return P(*(None,) * dimension, "fsdp")
+        for axes in dict.fromkeys((self.shard_axes, self.shard_axes[:1])):
+            parts = math.prod(self.mesh.shape[a] for a in axes)
+            fitting = [(extent, -i) for i, extent in enumerate(shape) if extent and extent % parts == 0]
+            if axes and fitting:
+                return P(*(None,) * -max(fitting)[1], axes if len(axes) > 1 else axes[0])
+        return P()
 
     def compute_spec(self, path: str, shape: Sequence[int]) -> P:
-        """PartitionSpec of a parameter while it is used: gathered over fsdp."""
+        """PartitionSpec of a parameter while it is used: gathered over `shard_axes`."""
         names = self.names_of(path)
         if names is None or len(names) != len(shape):
             return P()
-        return P(*(self._entry(self.param_rules, name, without="fsdp") for name in names))
+        return P(*(self._entry(self.param_rules, name, without=SHARD_AXES) for name in names))
 
     def param_shardings(self, params: Any) -> Any:
         """The tree's shardings at rest; `params` may be abstract."""
@@ -132,36 +147,50 @@ class Layout:
                 )
                 continue
             for index, name in enumerate(names or ()):
-                axes = _axes_of(self.param_rules, name, f"{path}: ")
-                parts = math.prod(self.mesh.shape[a] for a in axes)
-                if leaf.shape[index] % parts:
-                    indivisible = True
-                    faults.append(
-                        f"{path}: dimension {index} ({name}, {leaf.shape[index]}) does not divide over "
-                        f"mesh.{'*'.join(axes)} {parts}"
-                    )
+                for axes in self._cuts_of(name, f"{path}: "):
+                    parts = math.prod(self.mesh.shape[a] for a in axes)
+                    if leaf.shape[index] % parts:
+                        indivisible = True
+                        cut = " x ".join(a for a in axes if self.mesh.shape[a] > 1)
+                        faults.append(
+                            f"{path}: dimension {index} ({name}, {leaf.shape[index]}) does not divide over "
+                            f"mesh.{cut} {parts}"
+                        )
+                        break
         if faults:
             shown = faults[:6] + ([f"... and {len(faults) - 6} more parameters"] if len(faults) > 6 else [])
             raise ConfigError([*shown, self._layout_that_works(leaves)] if indivisible else shown)
 
+    def _cuts_of(self, name: str | None, where: str = "") -> list[tuple[str, ...]]:
+        """The axes that a dimension of this name is cut over, as a parameter's and as what comes of it."""
+        rules = (
+            (self.param_rules, self.activation_rules)
+            if name in self.activation_rules
+            else (self.param_rules,)
+        )
+        return list(dict.fromkeys(axes for rule in rules if (axes := _axes_of(rule, name, where))))
+
     def _layout_that_works(self, leaves: Mapping[str, Any]) -> str:
         """The mesh nearest to this one, of as many devices, on which every parameter divides."""
-        common: dict[str, int] = {}
+        common: dict[tuple[str, ...], int] = {}
         for path, leaf in leaves.items():
             names = self.names_of(path) or ()
             for name, extent in zip(names, leaf.shape, strict=False):
-                for axis in _axes_of(self.param_rules, name):
-                    common[axis] = math.gcd(common.get(axis, 0), extent)
+                for axes in self._cuts_of(name):
+                    common[axes] = math.gcd(common.get(axes, 0), extent)
         sizes = dict(self.mesh.shape)
         devices = math.prod(sizes.values())
-        for axis, extent in common.items():
-            fitting = [d for d in divisors(extent) if d <= sizes[axis]]
-            sizes[axis] = max(d for d in fitting if devices % d == 0)
+        for axes, extent in common.items():
+            for axis in axes:
+                sizes[axis] = max(d for d in divisors(math.gcd(extent, devices)) if d <= sizes[axis])
+                extent //= math.gcd(extent, sizes[axis])
         sizes["data"] = 1
         sizes["data"] = max(1, devices // math.prod(sizes.values()))
         if math.prod(sizes.values()) != devices:
             sizes = dict.fromkeys(sizes, 1) | {"data": devices}
-        chosen = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if axis != "pipeline")
+        rows = sizes.pop("tensor_rows")
+        shown: dict[str, Any] = sizes | ({"tensor": f"[{sizes['tensor']},{rows}]"} if rows > 1 else {})
+        chosen = " ".join(f"mesh.{axis}={size}" for axis, size in shown.items() if axis != "pipeline")
         return f"a layout that divides: {chosen}"
 
 
@@ -198,11 +227,15 @@ def use_layout(layout: Layout | None) -> Iterator[Layout | None]:
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Pins an activation to its place by the logical names of its dimensions; a no-op without a mesh."""
+    """Pins an activation to its place by the logical names of its dimensions; a no-op without a mesh.
+
+    A dimension that its axes do not divide is cut over the first of them that do.
+    """
     layout = _current.get()
     if layout is None or layout.mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, layout.sharding(*names))
+    spec = P(*(layout.fitting(name, extent) or None for name, extent in zip(names, x.shape, strict=True)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -215,33 +248,35 @@ def _resharded_fwd(x: jax.Array, used: NamedSharding, kept: NamedSharding) -> tu
 
 
 def _resharded_bwd(used: NamedSharding, kept: NamedSharding, _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(g, kept),)
+    # Whole first: asked for this device's part alone, the partitioner may move the activations instead.
+    whole = jax.lax.with_sharding_constraint(g, used)
+    return (jax.lax.with_sharding_constraint(whole, kept),)
 
 
 _resharded.defvjp(_resharded_fwd, _resharded_bwd)
 
 
 def gathered(tree: Any, prefix: str = "") -> Any:
-    """Parameters as they are used: gathered over `fsdp`, their gradients scattered back over it.
+    """Parameters as they are used: gathered over `shard_axes`, their gradients scattered back over them.
 
     Called where the parameters are needed (in the body of the layer stack), so that only one layer
     is whole at a time.  The gradient is constrained to the parameter's own place, which makes the
-    reduction over fsdp a reduce-scatter.
+    reduction over those axes a reduce-scatter.
 
     Args:
       tree: parameters, or the slice of one layer of stacked ones.
       prefix: the tree's path in the model, as in the model's table ("layers").
     """
     layout = _current.get()
-    if layout is None or layout.axis_size("fsdp") == 1 or layout.fsdp_gather == "step":
+    if layout is None or not layout.shard_axes or layout.fsdp_gather == "step":
         return tree
     return map_named(lambda path, leaf: _gather_one(layout, f"{prefix}/{path}".strip("/"), leaf), tree)
 
 
 def gather_all(params: Any) -> Any:
-    """The whole model's parameters gathered over `fsdp` at once (`fsdp_gather: step`)."""
+    """The whole model's parameters gathered at once (`fsdp_gather: step`)."""
     layout = _current.get()
-    if layout is None or layout.axis_size("fsdp") == 1:
+    if layout is None or not layout.shard_axes:
         return params
     return map_named(lambda path, leaf: _gather_one(layout, path, leaf), params)
 
@@ -256,7 +291,7 @@ def _gather_one(layout: Layout, path: str, leaf: Any) -> Any:
     if names is None or len(names) != leaf.ndim:
         used, kept = P(), layout.param_spec(path, leaf.shape)
     else:
-        used = P(*(layout._entry(layout.param_rules, n, without="fsdp") for n in names))
+        used = P(*(layout._entry(layout.param_rules, n, without=SHARD_AXES) for n in names))
         kept = P(*(layout._entry(layout.param_rules, n) for n in names))
     if layout.gather_dtype is not None and len([n for n in names or () if n != "layers"]) >= 2:
         # Half the bytes on the wire; left to itself the compiler casts some of them after the gather.

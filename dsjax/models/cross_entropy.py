@@ -8,6 +8,7 @@ Letters of shapes: b batch, s sequence, t tokens of a device, c tokens of a chun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ def linear_cross_entropy(
 
     Args:
       kernel_dv: the head, v >= vocab_size; columns past it are padding and get no gradient. Gathered
-        over `fsdp` already; cut over `tensor` or whole.
+        already along d; cut along v or whole.
       targets_bs: int32 in [0, vocab_size); anything where the weight is 0.
       weights_bs: float32; a token of weight 0 adds nothing, whatever its hidden state is.
       dtype: type of the matrix products; softmax and sums are fp32.
@@ -57,8 +58,8 @@ class _Setting:
       padded: the kernel has columns past the vocabulary.
       layout: None on one device.
       batch_axes, sequence_axes: mesh axes over which b and s are cut.
-      cut_vocab: the kernel's columns are cut over `tensor`.
-      scatter: the kernel's gradient leaves cut over `fsdp` along d.
+      vocab_axes: mesh axes over which the kernel's columns are cut.
+      scatter_axes: those along d over which the kernel's gradient leaves cut.
     """
 
     vocab_size: int
@@ -68,8 +69,8 @@ class _Setting:
     layout: Layout | None
     batch_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
-    cut_vocab: bool = False
-    scatter: bool = False
+    vocab_axes: tuple[str, ...] = ()
+    scatter_axes: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -81,9 +82,11 @@ class _Setting:
 
         batch = cut_axes(layout, "batch", hidden[0])
         sequence = cut_axes(layout, "sequence", hidden[1])
-        cut_vocab = bool(cut_axes(layout, "vocab", kernel[1]))
-        scatter = "fsdp" in batch and kernel[0] % layout.axis_size("fsdp") == 0
-        return _Setting(vocab_size, dtype, chunk, padded, layout, batch, sequence, cut_vocab, scatter)
+        vocab = cut_axes(layout, "vocab", kernel[1])
+        scatter = tuple(axis for axis in layout.shard_axes if axis in (*batch, *sequence))
+        if kernel[0] % math.prod(layout.axis_size(axis) for axis in scatter):
+            scatter = ()
+        return _Setting(vocab_size, dtype, chunk, padded, layout, batch, sequence, vocab, scatter)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -93,11 +96,11 @@ class _Setting:
         """`function` over each device's tokens and columns."""
         if self.layout is None:
             return function
-        vocab = "tensor" if self.cut_vocab else None
+        vocab = self.vocab_axes or None
         tokens = P(self.batch_axes or None, self.sequence_axes or None)
         outputs: Any = P()
         if gradients:
-            outputs = (P(), P(*tokens, None), P("fsdp" if self.scatter else None, vocab))
+            outputs = (P(), P(*tokens, None), P(self.scatter_axes or None, vocab))
         return jax.shard_map(
             function,
             mesh=self.layout.mesh,
@@ -119,10 +122,10 @@ def _summed(hidden: Any, kernel: Any, targets: Any, weights: Any, setting: _Sett
 def _summed_fwd(hidden: Any, kernel: Any, targets: Any, weights: Any, setting: _Setting) -> tuple[Any, Any]:
     def local(hidden: Any, kernel: Any, targets: Any, weights: Any) -> tuple[jax.Array, ...]:
         loss, d_hidden, d_kernel = _local(hidden, kernel, targets, weights, setting, True)
-        axes = setting.token_axes
-        if setting.scatter:
-            d_kernel = lax.psum_scatter(d_kernel, "fsdp", scatter_dimension=0, tiled=True)
-            axes = tuple(axis for axis in axes if axis != "fsdp")
+        scatter = setting.scatter_axes
+        axes = tuple(axis for axis in setting.token_axes if axis not in scatter)
+        if scatter:
+            d_kernel = lax.psum_scatter(d_kernel, scatter, scatter_dimension=0, tiled=True)
         return _sum_over(loss, setting.token_axes), d_hidden, _sum_over(d_kernel, axes)
 
     loss, *gradients = setting.mapped(local, True)(hidden, kernel, targets, weights)
@@ -156,8 +159,8 @@ def _local(
 
     kernel = kernel_dv.astype(setting.dtype)
     column = jnp.arange(kernel.shape[1])
-    if setting.cut_vocab:
-        column += lax.axis_index("tensor") * kernel.shape[1]
+    if setting.vocab_axes:
+        column += lax.axis_index(setting.vocab_axes) * kernel.shape[1]
 
     def step(carry: tuple[Any, Any], scanned: tuple[Any, Any, Any]) -> tuple[tuple[Any, Any], Any]:
         hidden, targets, weights = scanned
@@ -183,7 +186,7 @@ def _chunk(
     gradients: bool,
 ) -> tuple[jax.Array, Any, Any]:
     """One chunk's loss, and with `gradients` those of its hidden states and of the kernel."""
-    over_vocab = ("tensor",) if setting.cut_vocab else ()
+    over_vocab = setting.vocab_axes
     live_c = weights_c != 0
     hidden = jnp.where(live_c[:, None], hidden_cd, 0).astype(setting.dtype)
     logits_cv = jnp.dot(hidden, kernel_dv, preferred_element_type=jnp.float32)

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from dsjax.mesh import Layout, constrain, current_layout, gathered
 
 __all__ = [
-    "Embedding", "GatedMLP", "Init", "Linear", "RMSNorm", "cut_axes", "normal", "rms_norm", "xavier_uniform",
+    "Embedding", "GatedMLP", "Init", "Linear", "RMSNorm", "cut_axes",
+    "gather_sequence", "normal", "rms_norm", "xavier_uniform",
 ]  # fmt: skip
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -95,6 +96,20 @@ def _alone() -> bool:
     return layout is None or layout.mesh.size == 1
 
 
+def gather_sequence(x_bsd: jax.Array) -> jax.Array:
+    """The input of matrix products from what lies between them: no longer cut along s over `tensor`.
+
+    Moves what Megatron-LM's sequence parallelism moves (Korthikanti et al. 2022).
+    """
+    layout = current_layout()
+    if layout is None or layout.fitting("residual", x_bsd.shape[1]) == layout.fitting(
+        "sequence", x_bsd.shape[1]
+    ):
+        return x_bsd
+    # The barrier keeps the compiler from gathering the wider values that x was cast from.
+    return constrain(jax.lax.optimization_barrier(x_bsd), "batch", "sequence", "embed")
+
+
 class Embedding(nnx.Module):
     """A table of vectors, [rows, features]; its dimensions are named (`vocab`, `embed`) in a layout."""
 
@@ -113,23 +128,24 @@ class Embedding(nnx.Module):
 
 
 def _lookup(table_vd: jax.Array, tokens_bs: jax.Array, dtype: Any) -> jax.Array:
-    """Rows of a table that stays cut: over `tensor` along v, over `fsdp` along d.
+    """Rows of a table that stays cut: over `tensor` along v, over `shard_axes` along d.
 
-    Each device looks up its own columns for the tokens of all its `fsdp` peers and the parts change
-    places, which moves a vector a token instead of the whole table, forward and backward.
+    Each device looks up its own columns for the tokens of all its peers along those axes and the parts
+    change places, which moves a vector a token instead of the whole table, forward and backward.
     """
     layout = current_layout()
     if layout is None or layout.mesh.size == 1:
         return jnp.take(table_vd, tokens_bs, axis=0, mode="clip").astype(dtype)
     cut_rows = layout.axis_size("tensor") > 1
-    cut_columns = layout.axis_size("fsdp") > 1 and layout.fsdp_gather == "layer"
     batch = cut_axes(layout, "batch", tokens_bs.shape[0])
     sequence = cut_axes(layout, "sequence", tokens_bs.shape[1])
-    peers = cut_columns and "fsdp" in batch
+    columns = layout.shard_axes if layout.fsdp_gather == "layer" else ()
+    # The dimension of the tokens along which peers hold others of them, the last axis of the columns first.
+    peers = [(axis, 0 if axis in batch else 1) for axis in columns[::-1] if axis in (*batch, *sequence)]
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
-        if peers:
-            tokens = jax.lax.all_gather(tokens, "fsdp", axis=0, tiled=True)
+        for axis, dimension in peers:
+            tokens = jax.lax.all_gather(tokens, axis, axis=dimension, tiled=True)
         row = tokens
         if cut_rows:
             row = tokens - jax.lax.axis_index("tensor") * table.shape[0]
@@ -137,16 +153,20 @@ def _lookup(table_vd: jax.Array, tokens_bs: jax.Array, dtype: Any) -> jax.Array:
         if cut_rows:
             mine = (row >= 0) & (row < table.shape[0])
             found = jax.lax.psum(jnp.where(mine[..., None], found, 0), "tensor")
-        if peers:
-            return jax.lax.all_to_all(found, "fsdp", split_axis=0, concat_axis=2, tiled=True)
-        return jax.lax.all_gather(found, "fsdp", axis=2, tiled=True) if cut_columns else found
+        for axis in columns[::-1]:
+            split = dict(peers).get(axis)
+            if split is None:
+                found = jax.lax.all_gather(found, axis, axis=2, tiled=True)
+            else:
+                found = jax.lax.all_to_all(found, axis, split_axis=split, concat_axis=2, tiled=True)
+        return found
 
-    tokens_spec = P(batch or None, sequence or None)
+    tokens_spec, rows = P(batch or None, sequence or None), layout.active("embed")
     return jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(P("tensor" if cut_rows else None, "fsdp" if cut_columns else None), tokens_spec),
-        out_specs=P(*tokens_spec, None),
+        in_specs=(P("tensor" if cut_rows else None, (*rows, *columns) or None), tokens_spec),
+        out_specs=P(*tokens_spec, rows or None),
         check_vma=False,
     )(table_vd, tokens_bs)
 
@@ -187,5 +207,6 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
         x = _flat(x_bsd)
-        hidden = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(constrain(hidden, "batch", "sequence", "mlp")).reshape(x_bsd.shape)
+        gate, up = (constrain(y, "batch", "sequence", "mlp") for y in (self.gate_proj(x), self.up_proj(x)))
+        hidden = constrain(jax.nn.silu(gate) * up, "batch", "sequence", "columns")
+        return self.down_proj(hidden).reshape(x_bsd.shape)

@@ -16,7 +16,16 @@ from dsjax.config.schema import BelowOne, PositiveFloat, PositiveInt, Section, T
 from dsjax.errors import ConfigError
 from dsjax.mesh import constrain, current_layout, gathered, zigzag_order
 from dsjax.models.attention import attention
-from dsjax.models.layers import Embedding, GatedMLP, Init, Linear, RMSNorm, normal, xavier_uniform
+from dsjax.models.layers import (
+    Embedding,
+    GatedMLP,
+    Init,
+    Linear,
+    RMSNorm,
+    gather_sequence,
+    normal,
+    xavier_uniform,
+)
 from dsjax.models.rotary import Rotary, Tables, check_scaling, rotate
 from dsjax.models.stack import run_stacked, stacked
 
@@ -162,11 +171,14 @@ class Attention(nnx.Module):
         k = constrain(rotate(self.k_proj(x_bsd), *rope), "batch", "sequence", "kv_heads", None)
         v = constrain(self.v_proj(x_bsd), "batch", "sequence", "kv_heads", None)
         out = attention(q, k, v, segment_ids_bs=segment_ids_bs, window=self.window, zigzag=zigzag)
-        return self.o_proj(out)
+        return self.o_proj(constrain(out, "batch", "sequence", "columns", None))
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), each with dropout on what is added."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), each with dropout on what is added.
+
+    What stands between the products (norms, dropout, sums) is cut along the sequence over `tensor` too.
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         d, eps = config.hidden_size, config.rms_norm_eps
@@ -181,10 +193,11 @@ class Layer(nnx.Module):
     ) -> jax.Array:
         def added(y_bsd: jax.Array) -> jax.Array:
             y_bsd = y_bsd if self.dropout is None else self.dropout(y_bsd)
-            return constrain(y_bsd, "batch", "sequence", "embed")
+            return constrain(y_bsd, "batch", "residual", "embed")
 
-        x_bsd = x_bsd + added(self.attention(self.attention_norm(x_bsd), rope, segment_ids_bs, zigzag))
-        return x_bsd + added(self.mlp(self.mlp_norm(x_bsd)))
+        attended = self.attention(gather_sequence(self.attention_norm(x_bsd)), rope, segment_ids_bs, zigzag)
+        x_bsd = x_bsd + added(attended)
+        return x_bsd + added(self.mlp(gather_sequence(self.mlp_norm(x_bsd))))
 
 
 class Llama(nnx.Module):
@@ -234,7 +247,7 @@ class Llama(nnx.Module):
             order = zigzag_order(length, layout.axis_size("context")) if zigzag and layout else range(length)
             positions_bs = jnp.asarray(order)[None]
         rope = self.rotary.tables(positions_bs)
-        x_bsd = constrain(self.embed(tokens_bs), "batch", "sequence", "embed")
+        x_bsd = constrain(self.embed(tokens_bs), "batch", "residual", "embed")
         x_bsd = run_stacked(
             self.layers,
             x_bsd,

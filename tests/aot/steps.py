@@ -26,7 +26,7 @@ MODEL = {
 }  # fmt: skip
 
 
-def lowered_step(target: aot.Target, mesh: dict[str, int]) -> tuple[Program, Any, Any]:
+def lowered_step(target: aot.Target, mesh: dict[str, Any]) -> tuple[Program, Any, Any]:
     """A Llama's step with full recomputation, bf16 on GPUs and fp32 on CPUs: program, batch, lowered."""
     train = {"steps": 10, "global_batch_size": BATCH, "sequence_length": SEQUENCE, "remat": "full"}
     config = from_dict({"model": MODEL, "train": train, "mesh": mesh})

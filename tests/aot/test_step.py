@@ -20,7 +20,7 @@ gpu = pytest.mark.usefixtures("gpu_compiler")
 
 
 @functools.cache
-def inspected(name: str, **mesh: int):
+def inspected(name: str, **mesh: int | tuple[int, int]):
     """The step's inspection with its program and batch."""
     target = aot.parse_target(name)
     program, batch, lowered = steps.lowered_step(target, mesh)
@@ -79,14 +79,47 @@ def test_gathers_for_the_backward_pass_are_in_bf16_too():
 
 
 @gpu
-def test_tensor_parallel_reduces_activations_twice_a_layer_and_direction():
+def test_between_products_the_sequence_is_cut_over_tensor():
     inspection, _, _ = inspected("8xH100", fsdp=4, tensor=2)
     activations = steps.BATCH // 4 * steps.SEQUENCE * steps.HIDDEN * 2  # bytes, bf16
-    reduces = inspection.collectives.over("tensor").of("all-reduce").in_loop().at_least(activations)
-    # Forward after attention and after the MLP; the first again when recomputed; backward before both.
-    assert reduces.times == 5 * steps.LAYERS
-    assert {c.dtype for c in reduces} == {"bf16"}
-    assert {c.operand_bytes for c in reduces} == {activations}
+    inside = inspection.collectives.over("tensor").in_loop().at_least(activations // 2)
+    gathers, scatters = inside.of("all-gather"), inside.of("reduce-scatter")
+    # Into attention and the MLP: forward, recomputed, and their gradients backward.
+    assert carried(gathers, "bf16") == 6 * steps.LAYERS * activations
+    # Out of both forward, out of the first again when recomputed, out of both backward.
+    assert carried(scatters, "bf16") == 5 * steps.LAYERS * activations // 2
+    assert len(inside) == len(gathers) + len(scatters)
+    assert {c.dtype for c in inside} == {"bf16"}
+
+
+@gpu
+def test_matrices_cut_along_both_dimensions_sum_over_rows_and_send_no_more_than_parts():
+    inspection, program, batch = inspected("8xH100", fsdp=2, tensor=(2, 2))
+    tokens = steps.BATCH // 2 * steps.SEQUENCE * 2  # bytes of one feature, bf16
+    between = inspection.collectives.over("tensor").in_loop().at_least(tokens * steps.HIDDEN // 4)
+    assert {c.kind for c in between} == {"all-gather", "reduce-scatter"}
+    assert {c.operand_bytes for c in between.of("reduce-scatter")} == {tokens * steps.HIDDEN // 2}
+    rows = inspection.collectives.over("tensor_rows").in_loop().at_least(tokens * steps.HIDDEN // 4)
+    assert rows and {c.kind for c in rows} <= {"all-gather", "reduce-scatter"}
+    assert {c.dtype for c in (*between, *rows)} == {"bf16"}
+    # A device holds an eighth of every matrix.
+    assert inspection.memory.argument == bytes_a_device((program.abstract_state, batch)) + 4
+    matrix = program.abstract_state.params["layers"]["mlp"]["up_proj"]["kernel"]
+    local = matrix.sharding.shard_shape(matrix.shape)
+    assert math.prod(local) * 8 == math.prod(matrix.shape)
+
+
+@gpu
+def test_parameters_are_cut_over_context_too_and_gathered_over_both():
+    inspection, _, _ = inspected("8xH100", fsdp=4, context=2)
+    layered = inspection.collectives.over("fsdp", "context").in_loop()
+    assert carried(layered.of("reduce-scatter"), "bf16") == steps.LAYERS * steps.LAYER_MATRICES * 2 // 8
+    assert carried(layered.of("all-gather"), "bf16") == 2 * steps.LAYERS * steps.LAYER_MATRICES * 2
+    assert not layered.of("all-reduce")
+    # The gradient is made where its sums are: activations are not moved to where it is kept.
+    mixed, _, _ = inspected("8xH100", fsdp=1, context=2, tensor=4)
+    activations = steps.BATCH * steps.SEQUENCE * steps.HIDDEN * 2 // 8
+    assert not mixed.collectives.over("context", "tensor").at_least(activations)
 
 
 @gpu

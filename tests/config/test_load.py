@@ -129,7 +129,16 @@ def test_short_names_of_axes_merge_with_full_ones(write):
         ("optimizer.state_dtype=int8", 'optimizer.state_dtype: takes float32, got "int8"'),
         ("train.remat=every_0",
          'train.remat: takes none, full, dots or every_N (every_4, say), got "every_0"'),
-        ("mesh.tensor=0", "mesh.tensor: takes an integer >= 1, or -1 for the rest of the devices, got 0"),
+        (
+            "mesh.tensor=0",
+            "mesh.tensor: takes an integer >= 1, -1 for the rest of the devices, or two of them: "
+            "[columns, rows], got 0",
+        ),
+        (
+            "mesh.tensor=[2,-1]",
+            "mesh.tensor: takes an integer >= 1, -1 for the rest of the devices, or two of them: "
+            "[columns, rows], got [2, -1]",
+        ),
         ("mesh.pp=2", "mesh.pipeline: takes 1 in this version, got 2"),
         ("mesh.data=-1 mesh.fsdp=-1",
          "mesh: only one axis may be -1 (the rest of the devices), got data and fsdp"),

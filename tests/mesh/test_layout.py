@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +53,7 @@ def test_rows_of_a_process_follow_the_mesh() -> None:
     np.testing.assert_array_equal(process_rows(mesh, 16, 2), np.arange(16))
 
 
-def layout(sizes: dict[str, int], **axes: tuple[str | None, ...]) -> Layout:
+def layout(sizes: dict[str, Any], **axes: tuple[str | None, ...]) -> Layout:
     table = {name.replace("__", "/"): names for name, names in axes.items()}
     return Layout(make_mesh(sizes), table)
 
@@ -69,6 +71,36 @@ def test_names_place_a_parameter_and_patterns_match() -> None:
     placed = Layout(make_mesh({"fsdp": 4, "tensor": 2}), {"layers/*/kernel": ("layers", "embed", "mlp")})
     assert placed.param_spec("layers/up/kernel", (3, 8, 4)) == P(None, "fsdp", "tensor")
     assert placed.compute_spec("layers/up/kernel", (3, 8, 4)) == P(None, None, "tensor")
+
+
+def test_a_pair_cuts_matrices_along_both_dimensions() -> None:
+    assert resolve_sizes({"fsdp": -1, "tensor": [2, 2]}, 8) | {} == {
+        "pipeline": 1, "data": 1, "fsdp": 2, "context": 1, "expert": 1, "tensor": 2, "tensor_rows": 2
+    }  # fmt: skip
+    placed = layout({"fsdp": 2, "tensor": [2, 2]}, w=("embed", "mlp"))
+    assert placed.param_spec("w", (8, 8)) == P(("tensor_rows", "fsdp"), "tensor")
+    assert placed.compute_spec("w", (8, 8)) == P("tensor_rows", "tensor")
+    # What a product makes is cut over both axes, so it has to divide by both.
+    with pytest.raises(
+        ConfigError, match=r"w: dimension 1 \(mlp, 6\) .* mesh.tensor x tensor_rows 4"
+    ) as error:
+        placed.check({"w": jax.ShapeDtypeStruct((8, 6), jnp.float32)})
+    assert "mesh.tensor=2" in error.value.faults[-1] and "[" not in error.value.faults[-1]
+
+
+def test_parameters_are_cut_over_context_too() -> None:
+    placed = layout({"fsdp": 2, "context": 2, "tensor": 2}, w=("embed", "mlp"))
+    assert placed.param_spec("w", (8, 8)) == P(("fsdp", "context"), "tensor")
+    assert placed.compute_spec("w", (8, 8)) == P(None, "tensor")
+    assert placed.param_spec("other", (3, 8)) == P(None, ("fsdp", "context"))
+    assert placed.param_spec("other", (3, 2)) == P(None, "fsdp")
+
+
+def test_a_sequence_is_cut_over_as_many_axes_as_divide_it() -> None:
+    placed = layout({"context": 2, "tensor": 4})
+    assert placed.fitting("residual", 16) == ("context", "tensor")
+    assert placed.fitting("residual", 12) == ("context",)
+    assert placed.fitting("residual", 3) == ()
 
 
 def test_a_dimension_that_does_not_divide_is_named_with_a_layout_that_works() -> None:
