@@ -83,7 +83,7 @@ def examine() -> Report:
         "disks": [_disk("runs", Path.cwd()), _disk("cache", _cache_directory())],
     }
     found = report["devices"]["platform"]
-    report["xla"] = _xla(found) if found else {"options": {}, "notes": []}
+    report["xla"] = _xla(found) if found else {"preset": None, "options": {}, "notes": []}
     report["cluster"] = _cluster()
     report["verdicts"] = [{"level": level, "text": text} for level, text in _verdicts(report)]
     return report
@@ -294,11 +294,11 @@ def _filesystem(directory: Path) -> str | None:
 
 
 def _xla(found: str) -> dict[str, Any]:
-    """The XLA options that runtime.xla_preset auto chooses for a platform, and why."""
+    """The XLA options that runtime.xla_preset auto chooses for a platform, from which preset, and why."""
     from dsjax.backend.xla_options import choose
 
     chosen = choose(found)
-    return {"options": dict(chosen.options), "notes": list(chosen.notes)}
+    return {"preset": chosen.preset, "options": dict(chosen.options), "notes": list(chosen.notes)}
 
 
 def _cluster() -> dict[str, Any] | None:
@@ -418,7 +418,8 @@ def _show(report: Report, console: Console) -> None:
         ],
     )
     _table(console, "variables", ("name", "value"), list(report["variables"].items()))
-    title = "XLA options (runtime.xla_preset: auto; measured to be good here and known to this jaxlib)"
+    preset = report["xla"]["preset"] or "none"
+    title = f"XLA options (runtime.xla_preset: auto; preset {preset}; those that this jaxlib takes)"
     _table(console, title, ("option", "value"), list(report["xla"]["options"].items()))
     for note in report["xla"]["notes"]:
         console.print(note, markup=False)

@@ -82,11 +82,11 @@ def keep_gradients() -> optax.GradientTransformation:
     )
 
 
-def program_of(settings: Mapping[str, Any]) -> Program:
-    """The compiled side of a run with these settings, on as many devices as they name."""
+def program_of(settings: Mapping[str, Any], devices: Any = None, compute_dtype: Any = jnp.float32) -> Program:
+    """The compiled side of a run with these settings, on the first devices here unless others are given."""
     config = config_of(settings)
     train = config.train
-    devices = jax.devices()[: devices_of(settings)]
+    devices = jax.devices()[: devices_of(settings)] if devices is None else devices
     spec = build(config.model, platform="cpu", vocab_size_hint=VOCAB, remat=train.remat, max_length=LENGTH)
     schedule = make_schedule(config.optimizer.schedule, config.optimizer.learning_rate, train.steps)
     recipe = Recipe(
@@ -105,6 +105,7 @@ def program_of(settings: Mapping[str, Any]) -> Program:
         accumulation=train.gradient_accumulation_steps,
         fsdp_gather=train.fsdp_gather,
         max_grad_norm=config.optimizer.max_grad_norm,
+        compute_dtype=compute_dtype,
         # How the devices share the work is settled before this level counts; compiling takes half the time.
         compiler_options={"xla_backend_optimization_level": 0},
     )

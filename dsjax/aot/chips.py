@@ -26,6 +26,11 @@ _WIDER: Mapping[str, tuple[str, ...]] = {
 _HLO_NAMES = {"f32": "fp32", "f16": "fp16", "s8": "int8", "u8": "int8"}
 
 
+def type_name(dtype: str) -> str:
+    """A type as `Chip.peak` names it, also of a name that HLO writes (`f32`, `f8e4m3fn`, `s8`)."""
+    return "fp8" if dtype.startswith("f8") else _HLO_NAMES.get(dtype, dtype)
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -92,7 +97,7 @@ class Chip(_Section):
         Args:
           dtype: as in `peak` (`bf16`, `fp32`, `fp8`) or as HLO writes it (`f32`, `f8e4m3fn`, `s8`).
         """
-        dtype = "fp8" if dtype.startswith("f8") else _HLO_NAMES.get(dtype, dtype)
+        dtype = type_name(dtype)
         for name in (dtype, *_WIDER.get(dtype, ("fp32",))):
             if name in self.peak:
                 return self.peak[name]  # type: ignore[index]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 from dsjax.aot.target import Target
-from dsjax.backend.xla_options import PRESETS, Chosen
+from dsjax.backend.xla_options import Chosen, choose, kept_out_of_the_cache, unknown_options
 from dsjax.errors import ConfigError, OutOfDeviceMemory
 
 
@@ -73,7 +72,7 @@ def compile_for(target: Target, lowered: Any, options: Mapping[str, Any] | None 
     """
     options = dict(options or {})
     try:
-        with _kept_out_of_the_cache():
+        with kept_out_of_the_cache():
             return lowered.compile(compiler_options=options)
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -83,34 +82,21 @@ def compile_for(target: Target, lowered: Any, options: Mapping[str, Any] | None 
             raise ConfigError(
                 f"{target.name}: the compiler for GPUs here does not take it: {said[:300]}"
             ) from error
-        unknown = [name for name, value in options.items() if refused_for(target, ((name, value),))]
+        unknown = unknown_options(options, _one_device(target))
         if unknown:
             raise ConfigError(
-                f"{name}: this jaxlib does not take it as an XLA option ({value!r})"
-                for name, value in options.items()
-                if name in unknown
+                f"{name}: this jaxlib does not take it as an XLA option ({options[name]!r})"
+                for name in unknown
             ) from error
         raise
-
-
-@contextlib.contextmanager
-def _kept_out_of_the_cache() -> Iterator[None]:
-    """Keeps what is compiled out of jax's cache on disk, which cannot give back a program without its device."""
-    import jax
-
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 def choose_options(
     target: Target, own: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> Chosen:
-    """The XLA options measured to be good for the target's kind of chip, checked against this jaxlib.
+    """The XLA options measured to be good for the target's chip, checked against this jaxlib.
+
+    The first of the notes names the preset.
 
     Args:
       own: the user's options, which win and must be right.
@@ -119,39 +105,11 @@ def choose_options(
     Raises:
       ConfigError: one of the user's own that this jaxlib does not know, one line each.
     """
-    own = dict(own or {})
-    unknown = [name for name, value in own.items() if refused_for(target, ((name, value),))]
-    if unknown:
-        raise ConfigError(f"{name}: this jaxlib does not take it as an XLA option" for name in unknown)
-    flags = (os.environ if environ is None else environ).get("XLA_FLAGS", "").split()
-    users = {*own, *(flag.lstrip("-").partition("=")[0] for flag in flags)}
-    preset = PRESETS.get(target.chip.kind, {})
-    options = {name: value for name, value in preset.items() if name not in users}
-    notes = [f"XLA: {name} is the user's own, not the preset's" for name in preset if name in users]
-    if options and refused_for(target, tuple(options.items())):
-        left = [name for name, value in options.items() if refused_for(target, ((name, value),))]
-        options = {name: value for name, value in options.items() if name not in left}
-        notes.append(f"XLA: left out, as this jaxlib does not take it: {', '.join(left)}")
-    return Chosen({**options, **own}, notes)
+    chosen = choose(target.chip.kind, environ, device=_one_device(target), own=own)
+    return replace(chosen, notes=[f"XLA options: preset {chosen.preset}", *chosen.notes])
 
 
-def refused_for(target: Target, options: tuple[tuple[str, Any], ...]) -> bool:
-    """Whether this jaxlib does not take these options for the target's kind of chip."""
+def _one_device(target: Target) -> Any:
+    """A device of the target's kind; a cluster of one is quickly made."""
     one = target if target.slice_shape is not None else Target(1, 1, target.chip)
-    return _refused(tuple(one.devices()), options)
-
-
-@cache
-def _refused(devices: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> bool:
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    sharding = NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
-    nothing = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding))
-    try:
-        with _kept_out_of_the_cache():
-            nothing.compile(compiler_options=dict(options))
-    except jax.errors.JaxRuntimeError:
-        return True
-    return False
+    return one.devices()[0]

@@ -10,13 +10,13 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 from dsjax.aot.chips import Chip, Link, load_chips, unknown_chip
+from dsjax.backend.drivers import cuda_plugin, has_driver, installed, quiet
 from dsjax.errors import ConfigError
 
 INSTALL_AOT = "pip install 'dsjax[aot]'"
@@ -174,32 +174,16 @@ def missing_for(kind: str) -> str | None:
     """What has to be installed before programs can be compiled for a kind of chip; None where nothing is."""
     absent: list[str] = []
     if kind == "tpu":
-        absent = [] if _there("libtpu") else ["libtpu"]
+        absent = [] if installed("libtpu") else ["libtpu"]
     elif kind == "gpu":
-        absent = [] if _cuda_plugin() else ["jax-cuda12-plugin"]
-        if not _has_driver():  # a machine with a GPU has the toolkit that its jax was installed with
+        absent = [] if cuda_plugin() else ["jax-cuda12-plugin"]
+        if not has_driver():  # a machine with a GPU has the toolkit that its jax was installed with
             wheels = {"nvidia-cuda-nvcc-cu12": "nvidia.cuda_nvcc", "nvidia-cudnn-cu12": "nvidia.cudnn"}
-            absent += [name for name, module in wheels.items() if not _there(module)]
+            absent += [name for name, module in wheels.items() if not installed(module)]
     if not absent:
         return None
     command = "pip install libtpu (the version that fits your jax)" if kind == "tpu" else INSTALL_AOT
     return f"compiling for a {kind.upper()} that is not here needs {', '.join(absent)}: {command}"
-
-
-def _cuda_plugin() -> str | None:
-    """The number of the CUDA that jax's plugin here is for."""
-    return next((n for n in ("12", "13") if _there(f"jax_cuda{n}_plugin")), None)
-
-
-def _has_driver() -> bool:
-    return os.path.exists("/dev/nvidiactl")
-
-
-def _there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _refuse_missing(kind: str) -> None:
@@ -223,12 +207,12 @@ def _topology(shape: str, config: str) -> Any:
             platform="cuda", topology_name=shape, target_config=config, topology=shape
         )
 
-    with _quiet(), _no_driver_expected(jax):
+    with quiet(), _no_driver_expected(jax):
         try:
             return find()
         except NotImplementedError:
             # jax looked for plugins before and left this one out, for want of a driver.
-            plugin = f"cuda{_cuda_plugin()}"
+            plugin = f"cuda{cuda_plugin()}"
             try:
                 importlib.import_module(f"jax_plugins.xla_{plugin}").initialize()
                 return find()
@@ -247,30 +231,10 @@ def _version(plugin: str) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps from the terminal what plugins say of absent drivers and metadata servers while they load.
-
-    They write to the file descriptor before any setting of theirs counts; what goes wrong is raised too.
-    """
-    if os.environ.get("DSJAX_DEBUG") == "1":
-        yield
-        return
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-@contextlib.contextmanager
 def _no_driver_expected(jax: Any) -> Iterator[None]:
     """The CUDA plugin asks for a driver unless the platforms to be used leave CUDA out."""
     before = jax.config.jax_platforms
-    if before is None and not _has_driver():
+    if before is None and not has_driver():
         jax.config.update("jax_platforms", "cpu")
     try:
         yield
@@ -288,7 +252,7 @@ def _tpus(target: Target) -> list[Any]:
     # A slice that is less than a host says so; otherwise libtpu takes hosts of its usual shape.
     part = {"chips_per_host_bounds": (*dims, 1, 1)[:3]} if target.size < target.chip.devices else {}
     try:
-        with _quiet():
+        with quiet():
             found = topologies.get_topology_desc(platform="tpu", topology_name=target.name, **part)
     except Exception as error:
         said = str(error).splitlines()[0][:160]

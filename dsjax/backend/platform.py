@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from dsjax.backend.drivers import plugin_without_driver, quiet
 from dsjax.config.schema import RuntimeConfig
 from dsjax.errors import ConfigError
 
@@ -30,7 +32,8 @@ def setup(runtime: RuntimeConfig) -> None:
       InternalError: another process of the cluster did not come in time.
     """
     _quieten()
-    import jax
+    with quiet() if plugin_without_driver() else contextlib.nullcontext():
+        import jax
 
     platform = _platform(runtime)
     if _started():
@@ -40,6 +43,9 @@ def setup(runtime: RuntimeConfig) -> None:
     _compilation_cache(jax, runtime.compilation_cache)
     if runtime.distributed == "auto":
         _join(jax, runtime)
+    if plugin_without_driver():
+        with quiet(), contextlib.suppress(RuntimeError):  # a platform that is not there is told of below
+            jax.local_devices()
     if platform in _ADVICE:
         _check_there(jax, platform)
 

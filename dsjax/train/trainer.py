@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.backend.platform import setup
-from dsjax.backend.xla_options import choose
+from dsjax.backend.xla_options import Chosen, choose
 from dsjax.checkpoint import DiskCheckpoints
 from dsjax.checkpoint.disk import state_bytes
 from dsjax.config import Config, from_dict
@@ -168,13 +168,14 @@ class Trainer:
         self._recorder: Recorder | None = None
         mesh = make_mesh(config.mesh, devices)
         self.platform = mesh.devices.flat[0].platform
-        chosen = choose(self.platform) if config.runtime.xla_preset == "auto" else None
-        self.notes = list(chosen.notes) if chosen else []
+        auto = config.runtime.xla_preset == "auto"
+        chosen = choose(self.platform, own=compiler_options) if auto else Chosen(dict(compiler_options or {}))
+        self.notes = chosen.notes
         self.program = lay_out(
             recipe,
             config,
             mesh,
-            compiler_options={**(chosen.options if chosen else {}), **(compiler_options or {})},
+            compiler_options=chosen.options,
             on_compile=self._compiled,
         )
         self._only, self._allow = only, allow_config_change

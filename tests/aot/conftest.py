@@ -14,11 +14,3 @@ def cpu8() -> aot.Target:
     if len(jax.devices("cpu")) < 8:
         pytest.skip("jax has fewer than eight simulated CPU devices here")
     return aot.parse_target("cpu:8")
-
-
-@pytest.fixture(scope="session")
-def gpu_compiler() -> None:
-    """Skips where nothing can be compiled for a GPU that is not here."""
-    missing = aot.missing_for("gpu")
-    if missing:
-        pytest.skip(missing)

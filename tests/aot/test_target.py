@@ -101,8 +101,9 @@ def test_simulated_devices_are_those_that_jax_has(cpu8):
 
 
 def test_missing_wheels_are_told_with_the_command(monkeypatch):
-    monkeypatch.setattr(targets, "_there", lambda name: False)
-    monkeypatch.setattr(targets, "_has_driver", lambda: False)
+    monkeypatch.setattr(targets, "installed", lambda name: False)
+    monkeypatch.setattr(targets, "cuda_plugin", lambda: None)
+    monkeypatch.setattr(targets, "has_driver", lambda: False)
     with pytest.raises(ConfigError, match="pip install 'dsjax\\[aot\\]'"):
         aot.parse_target("8xH100").devices()
     with pytest.raises(ConfigError, match="libtpu"):

@@ -1,0 +1,74 @@
+"""The programs of the equivalence matrix, compiled for H100s that are not here: one node of eight, and two.
+
+What every one of them must keep, whatever its settings are: it is made for the devices, holds what its
+shardings say and gives the state back in place, speaks between nodes only where replicas meet, and never
+waits for a permutation that some devices do not run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import BATCH, PLAIN, batch_of, devices_of, program_of
+from test_equivalence import label, pairwise
+
+from dsjax import aot
+from dsjax.mesh import BATCH_AXES
+from dsjax.train.memory import bytes_a_device
+
+pytestmark = pytest.mark.usefixtures("gpu_compiler")
+
+
+def filled(case: dict[str, Any], devices: int) -> dict[str, Any]:
+    """The case on all devices: more replicas, or more shards where the batch has no rows for them."""
+    case = {**PLAIN, **case}
+    axes = {"data": case["data"], "fsdp": case["fsdp"], "context": case["context"]}
+    while devices_of({**case, **axes}) < devices:
+        split = axes["data"] * axes["fsdp"] * case["gradient_accumulation_steps"]
+        axis = "data" if BATCH % (2 * split) == 0 else "context"
+        axes[axis] *= 2
+    return {**case, **axes}
+
+
+def compiled_step(case: dict[str, Any], target: aot.Target) -> tuple[aot.Inspection, Any, Any]:
+    """The step's inspection, its abstract state and batch."""
+    with aot.on(target):
+        program = program_of(case, target.devices(), jnp.bfloat16)
+    micro = case["gradient_accumulation_steps"]
+    sharding = NamedSharding(program.mesh, P(None, BATCH_AXES))
+
+    def microbatches(rows: np.ndarray) -> jax.ShapeDtypeStruct:
+        shape = (micro, BATCH // micro, *rows.shape[1:])
+        return jax.ShapeDtypeStruct(shape, rows.dtype, sharding=sharding)
+
+    batch = jax.tree.map(microbatches, batch_of(case["rows"], 0))
+    with aot.on(target):
+        lowered = program.lower_step(batch)
+    inspection = aot.inspect(aot.compile_for(target, lowered), program.mesh)
+    return inspection, program.abstract_state, batch
+
+
+@pytest.mark.parametrize("cluster", ["8xH100", "2x8xH100"])
+@pytest.mark.parametrize("case", pairwise(), ids=label)
+def test_a_program_of_the_matrix_compiles(case: dict[str, Any], cluster: str) -> None:
+    target = aot.parse_target(cluster)
+    inspection, state, batch = compiled_step(filled(case, target.size), target)
+    assert inspection.memory is not None
+    # One number beside state and batch: whether this process votes to stop.
+    assert inspection.memory.argument == bytes_a_device((state, batch)) + 4
+    assert inspection.memory.alias == bytes_a_device(state)
+    assert not inspection.collectives.of("collective-permute").divided()
+    if inspection.mesh.get("data", 1) % target.hosts == 0:
+        assert all("data" in c.axes for c in inspection.collectives.crossing(target.domain))
+
+
+def test_cases_fill_the_devices() -> None:
+    for case in pairwise():
+        for devices in (8, 16):
+            assert devices_of(filled(case, devices)) == devices
