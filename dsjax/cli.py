@@ -88,15 +88,20 @@ def _ready(first: str, more: Sequence[str] | None) -> Config:
     return config
 
 
-def _elsewhere(runtime: RuntimeConfig, on: str, chips: str | None) -> Target:
-    """The cluster of a name, with jax started on the CPU: no device is touched."""
-    from dsjax.aot import load_chips, parse_target
+def _elsewhere(runtime: RuntimeConfig, on: str, chips: str | None, traced_here: bool = False) -> Target:
+    """The cluster of a name, with jax started on the CPU: no device is touched.
+
+    Args:
+      traced_here: what cannot be compiled for the cluster will be traced over as many simulated devices.
+    """
+    from dsjax.aot import load_chips, missing_for, parse_target
     from dsjax.backend.platform import setup
 
     target = parse_target(on, load_chips(chips))
-    simulated = target.size if target.chip.kind == "cpu" else None
-    here = {"platform": "cpu", "distributed": "none", "cpu_devices": simulated}
-    setup(runtime.model_copy(update=here))
+    here = target.chip.kind == "cpu" or (traced_here and missing_for(target.chip.kind))
+    simulated = target.size if here else None
+    settings = {"platform": "cpu", "distributed": "none", "cpu_devices": simulated}
+    setup(runtime.model_copy(update=settings))
     return target
 
 
@@ -216,6 +221,12 @@ def plan(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write the plan as a page.", show_default=False),
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain", help="Show too what the step is made of, what could be fused and what XLA fuses."
+        ),
+    ] = False,
     search: Annotated[
         bool, typer.Option("--search", help="Find the fastest layout that fits, and say why.")
     ] = False,
@@ -230,13 +241,17 @@ def plan(
     resolved = _settings(config, more)
     if config_file is not None and not search:
         raise ConfigError("--write: writes the config that --search finds; add --search")
-    target = _elsewhere(resolved.runtime, on, chips)
+    if explain and search:
+        raise ConfigError(
+            "--explain: is of one plan; search first, then explain the config that --write wrote"
+        )
+    target = _elsewhere(resolved.runtime, on, chips, traced_here=explain)
     from dsjax.plan.command import plan_command, search_command
 
     files: dict[str, Path | None] = {"json_file": json_file, "html_file": html_file}
     if search:
         return search_command(resolved, target, tokens=tokens, config_file=config_file, **files)
-    return plan_command(resolved, target, tokens=tokens, **files)
+    return plan_command(resolved, target, tokens=tokens, explain=explain, **files)
 
 
 @app.command()

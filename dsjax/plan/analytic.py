@@ -1,7 +1,7 @@
-"""Memory and time of a Llama's step by formulas, without compiling: to prune a search, and where nothing compiles.
+"""Memory of a Llama's step by formulas, without compiling: to prune a search, and where nothing compiles.
 
-Memory is what XLA's heap was seen to hold at its fullest; the factors were fitted to layouts compiled
-for H100s (docs/plan.md says how near they come).
+Memory is a count of the arrays that XLA's reports (`--xla_dump_to`: live ranges, buffer assignment) show in
+its heap at the fullest moment, by their shapes (docs/plan.md says how near that comes).
 """
 
 from __future__ import annotations
@@ -17,28 +17,20 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from dsjax.aot import Target
-from dsjax.aot.collectives import ring_bytes
 from dsjax.config import Config
 from dsjax.errors import ConfigError
 from dsjax.mesh import AXES, BATCH_AXES, Layout, named_leaves
+from dsjax.mesh.axes import SHARD_AXES
 from dsjax.models import ModelSpec, build
 from dsjax.plan.compiled import check_mesh, memory_limit
-from dsjax.plan.cost import Reached, link_seconds
-from dsjax.plan.result import Flops, Forecast, MemoryUse, Plan, Roofline, Traffic
-from dsjax.plan.settings import settings_of, with_money
+from dsjax.plan.result import MemoryUse
 from dsjax.precision import compute_dtype
 from dsjax.train.assemble import check_batch
 from dsjax.train.memory import bytes_a_device
 from dsjax.train.optimizers import make_optimizer, make_schedule, optimizer_shardings
 
-# What is live at the fullest moment beside the activations kept for the backward pass, in units of: fp32
-# gradients in their places, the head in fp32 (its gradient, its gathered self), one layer's gathered
-# matrices, one layer's feed-forward and residual activations.
-_GRADIENTS, _HEAD, _LAYER, _ACTIVATIONS = 0.68, 1.65, 5.2, 8.0
-# What several microbatches add: XLA keeps a second copy of what the forward pass keeps, and of the head.
-_KEPT_AGAIN, _HEAD_AGAIN = 0.88, 2.7
-# Passes over a layer's residual and feed-forward activations outside of matrix products.
-_PASSES = 38
+# Sections of queries in packed attention; section i of n sees i / n of the keys.
+_SECTIONS = 8
 _BATCH_BYTES = 20  # a token: four int32 and one float32
 
 
@@ -108,6 +100,16 @@ class Laid:
         return self.tokens / self.microbatches / shards
 
     @property
+    def tensor(self) -> int:
+        """Parts into which the products of a layer are cut."""
+        return self.mesh["tensor"] * self.mesh["tensor_rows"]
+
+    @property
+    def shards(self) -> int:
+        """Parts of a parameter that are gathered where it is used."""
+        return math.prod(self.mesh[axis] for axis in SHARD_AXES)
+
+    @property
     def item(self) -> int:
         """Bytes of an element in the type of matrix products."""
         return int(np.dtype(compute_dtype(self.config.precision.policy, self.target.chip.kind)).itemsize)
@@ -172,18 +174,10 @@ def _state_bytes(config: Config, layout: Any, params: Any) -> tuple[int, int]:
 
 
 def memory(laid: Laid) -> MemoryUse:
-    """Bytes of a device."""
-    sizes, tensor, item = laid.sizes, laid.mesh["tensor"], laid.item
+    """Bytes of a device: the state, the batch, and XLA's heap when it is fullest, in the head or in a layer."""
     parameters, optimizer = laid.state
-    tokens = laid.tokens_a_device
-    head = 4 * sizes.hidden * sizes.vocabulary / tensor
-    layer = item * sizes.layer / tensor
-    beside = item * tokens * (sizes.feed_forward / tensor + sizes.hidden)
-    several = laid.microbatches > 1
-    kept = _kept(laid) * (1 + _KEPT_AGAIN * several)
-    heads = (_HEAD + _HEAD_AGAIN * several) * head
-    temporary = kept + _GRADIENTS * parameters + heads + _LAYER * layer + _ACTIVATIONS * beside
-    batch = int(_BATCH_BYTES * tokens * laid.microbatches)
+    temporary = _kept(laid) + _gradients(laid) + max(_in_the_head(laid), _in_a_layer(laid))
+    batch = int(_BATCH_BYTES * laid.tokens_a_device * laid.microbatches)
     total = int(parameters + optimizer + batch + temporary)
     return MemoryUse(
         parameters=parameters,
@@ -199,145 +193,86 @@ def memory(laid: Laid) -> MemoryUse:
 
 
 def _kept(laid: Laid) -> float:
-    """Bytes that the forward pass keeps for the backward pass."""
-    sizes, tensor, remat = laid.sizes, laid.mesh["tensor"], laid.config.train.remat
-    a_token = laid.item * laid.tokens_a_device
-    layer_input = a_token * sizes.hidden
-    if remat == "full":
-        return sizes.layers * layer_input
-    if remat == "dots":
-        cut = (sizes.query + 2 * sizes.key + 2 * sizes.feed_forward) / tensor
-        return sizes.layers * a_token * (3 * sizes.hidden + cut)
-    cut = (6 * sizes.feed_forward + 2 * sizes.query + 2 * sizes.key) / tensor
-    everything = a_token * (10 * sizes.hidden + cut) + laid.item * sizes.layer / tensor
+    """Bytes that the forward pass keeps for the backward pass, over all layers."""
+    sizes, remat = laid.sizes, laid.config.train.remat
     if remat == "none":
-        return sizes.layers * everything
-    several = min(int(remat.removeprefix("every_")), sizes.layers)
-    copied = 4 * sizes.layers * sizes.layer / (tensor * laid.mesh["fsdp"])
-    return math.ceil(sizes.layers / several) * layer_input + several * everything + copied
+        return sizes.layers * _kept_of_a_layer(laid)
+    a_token = laid.item * laid.tokens_a_device / laid.tensor
+    if remat == "dots":
+        products = sizes.query + 2 * sizes.key + 2 * sizes.feed_forward
+        # Layer and attention outputs; over `tensor` one of them twice, while XLA turns the stack of all layers' round.
+        outputs = (2 if laid.mesh["tensor"] == 1 else 3) * sizes.hidden
+        return sizes.layers * a_token * (outputs + products)
+    return math.ceil(sizes.layers / _group(laid)) * a_token * sizes.hidden
 
 
-# ---- time ------------------------------------------------------------------------------------
+def _group(laid: Laid) -> int:
+    """Layers that are computed again together."""
+    remat = laid.config.train.remat
+    return min(int(remat.removeprefix("every_")), laid.sizes.layers) if remat.startswith("every_") else 1
 
 
-def compute_seconds(laid: Laid, reached: Reached) -> tuple[float, float, float]:
-    """Seconds of products and of memory traffic, and FLOPs, of a step on one device."""
-    sizes, chip, tensor = laid.sizes, laid.target.chip, laid.mesh["tensor"]
-    again = {"none": 1.0, "dots": 1.05}.get(laid.config.train.remat, 4 / 3)
-    each = laid.model.flops_per_token(laid.config.train.sequence_length) or 0.0
-    flops = each * laid.tokens * again / laid.target.size
-    passes = _PASSES * sizes.layers * laid.item * laid.tokens_a_device * laid.microbatches
-    moved = passes * (sizes.hidden + sizes.feed_forward / tensor) + 2 * sum(laid.state)
-    dtype = {2: "bf16", 4: "fp32"}[laid.item]
-    return flops / chip.flops(dtype) / reached.products, moved / chip.memory.bandwidth / reached.memory, flops
+def _kept_of_a_layer(laid: Laid) -> float:
+    """Bytes that a layer keeps where nothing is computed again; its matrices, as they were gathered, are among them."""
+    sizes, item = laid.sizes, laid.item
+    # Norms keep their input and their result before the scale in fp32, and their output; over `tensor` that is whole
+    # sequences, in two orders while XLA turns the stack of all layers' round.
+    norms = 4 * 4 * sizes.hidden
+    outputs = 2 * sizes.hidden * (1 if laid.mesh["tensor"] == 1 else 2 * laid.mesh["tensor"])
+    products = 6 * sizes.feed_forward + 3 * sizes.query + 2 * sizes.key
+    return (laid.tokens_a_device * (norms + item * (outputs + products)) + item * sizes.layer) / laid.tensor
 
 
-def traffic(laid: Laid) -> tuple[Traffic, ...]:
-    """What is sent in a step: gathers of parameters, sums of gradients, of activations, of keys."""
-    sizes, mesh, item = laid.sizes, laid.mesh, laid.item
-    tensor, micro, depth = mesh["tensor"], laid.microbatches, sizes.layers
-    layer = item * sizes.layer / tensor
-    ends = item * sizes.hidden * sizes.vocabulary * (1 if sizes.tied else 2) / tensor
-    again = 0 if laid.config.train.remat == "none" else 1
-    hidden = item * laid.tokens_a_device * sizes.hidden
-    keys = 2 * item * laid.tokens_a_device * sizes.key / tensor * mesh["context"]
-    found = []
-
-    def add(kind: str, axis: str, times: float, size: float) -> None:
-        if mesh[axis] > 1:
-            found.append(_sent(laid, kind, axis, round(times), size))
-
-    add("all-gather", "fsdp", micro * depth * (1 + again), layer)
-    add("all-gather", "fsdp", micro, ends)
-    add("reduce-scatter", "fsdp", micro * depth, layer)
-    add("reduce-scatter", "fsdp", micro, ends)
-    add("all-reduce", "data", micro * depth, layer / mesh["fsdp"])
-    add("all-reduce", "data", micro, ends / mesh["fsdp"])
-    add("all-reduce", "tensor", micro * depth * (4 + 2 * again), hidden)
-    add("all-gather", "context", micro * depth * (1 + again), keys)
-    add("reduce-scatter", "context", micro * depth, keys)
-    add("all-reduce", "context", micro * depth, layer / mesh["fsdp"])
-    return tuple(found)
+def _kept_in_a_group(laid: Laid) -> float:
+    """Bytes that a layer keeps while its group's backward pass runs: less, as its elementwise parts are made again."""
+    sizes, whole = laid.sizes, laid.mesh["tensor"]
+    products = 3 * sizes.feed_forward + 2 * (sizes.query + sizes.key)
+    activations = laid.tokens_a_device * ((2 + 2 * whole) * sizes.hidden + products)
+    return laid.item * (activations + sizes.layer) / laid.tensor
 
 
-def _sent(laid: Laid, kind: str, axis: str, times: int, size: float) -> Traffic:
-    members = laid.mesh[axis]
-    together = _together(laid.target, laid.mesh, axis)
-    crosses = together < members
-    wire = ring_bytes(kind, members, int(size), int(size))
-    chip = laid.target.chip
-    return Traffic(
-        kind=kind,
-        axes=(axis,),
-        link=(chip.network if crosses else chip.node).name,
-        crosses=crosses,
-        dtype={2: "bf16", 4: "f32"}[laid.item],
-        sent=times * wire,
-        times=times,
-        loop=(),
-        seconds=times * link_seconds(laid.target, kind, wire, members, together),
-        hidden=0.0,
-    )
+def _gradients(laid: Laid) -> float:
+    """Bytes of gradients in their places, from the first layer on (XLA makes the zeros early), and of their sums."""
+    sizes, cut = laid.sizes, laid.shards * laid.tensor
+    found = 4 * sizes.layers * sizes.layer / cut
+    if laid.shards > 1 and laid.config.train.remat != "none":
+        # The down and output projections once more, with the dimension first along which they are gathered.
+        found += 4 * sizes.layers * sizes.hidden * (sizes.feed_forward + sizes.query) / cut
+    return found + (laid.state[0] if laid.microbatches > 1 else 0)
 
 
-def _together(target: Target, mesh: Mapping[str, int], axis: str) -> int:
-    """The most devices of a group along an axis that one node holds."""
-    places = np.arange(target.size).reshape([mesh[a] for a in AXES])
-    group = places[tuple(slice(None) if a == axis else 0 for a in AXES)]
-    return int(np.bincount(group // target.domain).max())
+def _in_the_head(laid: Laid) -> float:
+    """Bytes that are live beside those in the loss's loop over chunks of tokens, just before the backward pass."""
+    sizes, item, tokens = laid.sizes, laid.item, laid.tokens_a_device
+    chunk = tokens / math.ceil(tokens / laid.model.cross_entropy_chunk)
+    columns = sizes.vocabulary / laid.tensor
+    # The gradient of the head in fp32, before and after a chunk's is added, and the head gathered.
+    head = (2 * 4 + item) * sizes.hidden * columns
+    logits = (4 + item) * chunk * columns
+    # What the last layer's backward pass has asked for already: its matrices and activations.
+    activations = 5 * sizes.hidden + 2 * (sizes.query + sizes.key)
+    return head + logits + item * (sizes.layer + tokens * activations) / laid.tensor
 
 
-def forecast(laid: Laid) -> Forecast:
-    """The predicted time of a step: sums over `tensor` wait, everything else runs beside the layers."""
-    reached = Reached()
-    products, moved, _ = compute_seconds(laid, reached)
-    compute = products + moved
-    sent = traffic(laid)
-    waits = sum(t.seconds for t in sent if t.axes == ("tensor",)) / reached.links
-    beside = sum(t.seconds for t in sent if t.axes != ("tensor",)) / reached.links
-    exposed = waits + max(0.0, beside - compute)
-    return Forecast(step_seconds=compute + exposed, compute_seconds=compute, exposed_seconds=exposed)
-
-
-def estimate(
-    config: Config, target: Target, vocab_size: int | None, tokens: float | None, reason: str
-) -> Plan:
-    """A plan without compiling.
-
-    Args:
-      reason: why nothing was compiled, for the notes.
-
-    Raises:
-      ConfigError: a mesh that does not fit the target, or a model that there are no formulas for.
-    """
-    return plan_of(lay_out(config, target, vocab_size), tokens, reason)
-
-
-def plan_of(laid: Laid, tokens: float | None, reason: str) -> Plan:
-    """The plan of a run that was laid out, by formulas."""
-    products, moved, _ = compute_seconds(laid, Reached(1.0, 1.0, 1.0))
-    sent = traffic(laid)
-    each = laid.model.flops_per_token(laid.config.train.sequence_length)
-    flops = each * laid.tokens if each else None
-    return Plan(
-        target=laid.target.name,
-        devices=laid.target.size,
-        compiled=False,
-        mesh={axis: size for axis, size in laid.mesh.items() if size > 1},
-        settings=settings_of(laid.config),
-        memory=memory(laid),
-        traffic=tuple(sorted(sent, key=lambda t: -t.seconds)),
-        hidden_share=None,
-        flops=Flops(flops, None),
-        roofline=Roofline(
-            compute=products,
-            memory=moved,
-            node=sum(t.seconds for t in sent if not t.crosses),
-            network=sum(t.seconds for t in sent if t.crosses),
-        ),
-        forecast=with_money(
-            forecast(laid), laid.target, {2: "bf16", 4: "fp32"}[laid.item], flops, laid.tokens, tokens
-        ),
-        compile_seconds=0.0,
-        notes=(f"NOT COMPILED, estimated by formulas: {reason}",),
-    )
+def _in_a_layer(laid: Laid) -> float:
+    """Bytes that are live beside those in the backward pass of a layer, or of a group of them."""
+    sizes, item, tensor = laid.sizes, laid.item, laid.tensor
+    ends = 4 * (1 if sizes.tied else 2) * sizes.hidden * sizes.vocabulary / (tensor * laid.shards)
+    # This layer's matrices gathered, and the gradients of the one before on their way to their places.
+    matrices = 2 * item * sizes.layer / tensor
+    # Either the feed-forward is at work, or attention: every section's keys and values, or their gradients,
+    # whole over `context`, and the values once more.
+    seen = 1 + (_SECTIONS + 1) * laid.mesh["context"]
+    feed_forward = 5 * sizes.hidden + 3 * sizes.query + 2 * sizes.key
+    attention = 4 * sizes.hidden + 2 * sizes.query + seen * sizes.key
+    # Gate, up, and their gradients; the first two are kept anyway unless all is computed again.
+    gates = 4 if laid.config.train.remat == "full" else 2
+    activations = (gates * sizes.feed_forward + max(feed_forward, attention)) / tensor
+    if laid.mesh["tensor"] > 1:
+        # Whole sequences: the products' input and the gradient of their output, each in two orders; the gradients of
+        # queries', keys' and values' input, and their sum.
+        activations += 8 * sizes.hidden / laid.mesh["tensor_rows"]
+    found = ends + matrices + item * laid.tokens_a_device * activations
+    if laid.config.train.remat.startswith("every_"):
+        found += _group(laid) * _kept_in_a_group(laid)
+    return found

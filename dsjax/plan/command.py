@@ -11,10 +11,12 @@ from rich.console import Console
 from dsjax.aot import Target
 from dsjax.config import Config, dump
 from dsjax.errors import EXIT_DONE, EXIT_OUT_OF_MEMORY, InputError
+from dsjax.plan.explanation import Explanation, explain_run
+from dsjax.plan.explanation.show import explain_notes, explain_sheets, show_explanation
 from dsjax.plan.planner import plan
 from dsjax.plan.result import Plan
 from dsjax.plan.search import search
-from dsjax.plan.show import page, show
+from dsjax.plan.show import Sheet, page, show
 from dsjax.plan.template import as_yaml, starting_config
 
 # Columns of a table where the output is no terminal.
@@ -28,14 +30,20 @@ def plan_command(
     tokens: float | None = None,
     json_file: Path | None = None,
     html_file: Path | None = None,
+    explain: bool = False,
 ) -> int:
     """Plans a run, prints it and writes what is asked for; the exit code says whether it fits.
+
+    Args:
+      explain: print and write as well what the step is made of.
 
     Raises:
       ConfigError: what cannot be planned, a line a fault.
       InputError: a file that cannot be written.
     """
-    return _told(plan(config, target, tokens=tokens), json_file, html_file)
+    if explain:
+        return _told(*explain_run(config, target, tokens=tokens), json_file=json_file, html_file=html_file)
+    return _told(plan(config, target, tokens=tokens), json_file=json_file, html_file=html_file)
 
 
 def search_command(
@@ -62,7 +70,7 @@ def search_command(
     for line in found.why:
         console.print(f"- {line}", markup=False, highlight=False)
     console.print()
-    code = _told(found.best, json_file, html_file)
+    code = _told(found.best, json_file=json_file, html_file=html_file)
     if config_file is not None:
         write(config_file, f"# The fastest layout found for {target.name}.\n{dump(found.config)}")
         console.print(f"\nwritten: dsjax train {config_file}", highlight=False)
@@ -85,12 +93,19 @@ def init_command(model: str, target: Target, path: Path | None) -> int:
     return EXIT_DONE
 
 
-def _told(found: Plan, json_file: Path | None, html_file: Path | None) -> int:
+def _told(
+    found: Plan, explanation: Explanation | None = None, *, json_file: Path | None, html_file: Path | None
+) -> int:
     show(found, _console())
+    values, further, notes = found.as_dict(), list[Sheet](), list[str]()
+    if explanation is not None:
+        show_explanation(explanation, _console())
+        values |= {"explain": explanation.as_dict()}
+        further, notes = explain_sheets(explanation), explain_notes(explanation)
     if json_file is not None:
-        write(json_file, json.dumps(found.as_dict(), indent=1) + "\n")
+        write(json_file, json.dumps(values, indent=1) + "\n")
     if html_file is not None:
-        write(html_file, page(found))
+        write(html_file, page(found, further, notes))
     return EXIT_DONE if found.fits else EXIT_OUT_OF_MEMORY
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from dsjax.aot import Collective, Inspection, Target, Work
+from dsjax.aot.chips import type_name
 from dsjax.aot.walk import trip_count
 from dsjax.aot.work import Works
 from dsjax.plan.result import Forecast, Roofline, Traffic
@@ -21,22 +22,39 @@ _RINGS = ("all-gather", "all-reduce", "reduce-scatter", "collective-broadcast")
 class Reached:
     """The shares of their peaks that large operations reach.
 
-    The defaults are round figures of large bf16 products, of copies and of NCCL's rings on current GPUs.
+    The defaults are round figures of large bf16 products, of copies and of NCCL's rings on current GPUs;
+    `measured.correction` gives those of a kind of device.
+
+    Attributes:
+      links: inside a node; network: between nodes.
+      by_type: type of the operands, as `Chip.peak` names it -> its products' share, where it is known.
+      step: seconds of whole steps over those that the shares alone predict.
     """
 
     products: float = 0.75
     memory: float = 0.85
     links: float = 0.85
+    network: float = 0.85
+    by_type: Mapping[str, float] = field(default_factory=dict)
+    step: float = 1.0
+
+    def product(self, dtype: str) -> float:
+        """The share of products of a type, named as in `Chip.peak` or in HLO."""
+        return self.by_type.get(type_name(dtype), self.products)
+
+    def link(self, crosses: bool) -> float:
+        """The share of the link inside a node, or of that between nodes."""
+        return self.network if crosses else self.links
 
 
-PEAK = Reached(1.0, 1.0, 1.0)
+PEAK = Reached(1.0, 1.0, 1.0, 1.0)
 
 
 def work_seconds(work: Work, target: Target, reached: Reached = PEAK) -> float:
     """The longer of arithmetic and memory traffic."""
-    compute = sum(flops / target.chip.flops(dtype) for dtype, flops in work.flops.items())
-    memory = work.bytes / target.chip.memory.bandwidth
-    return max(compute / reached.products, memory / reached.memory)
+    chip = target.chip
+    compute = sum(flops / chip.flops(dtype) / reached.product(dtype) for dtype, flops in work.flops.items())
+    return max(compute, work.bytes / chip.memory.bandwidth / reached.memory)
 
 
 def link_seconds(
@@ -53,7 +71,7 @@ def link_seconds(
     chip, crosses = target.chip, together < members
     link = chip.network if crosses else chip.node
     lanes = together if crosses and kind in _RINGS else 1
-    bandwidth = min(lanes * link.bandwidth, chip.node.bandwidth) * reached.links
+    bandwidth = min(lanes * link.bandwidth, chip.node.bandwidth) * reached.link(crosses)
     return wire_bytes / bandwidth + math.ceil(math.log2(members)) * link.latency
 
 
@@ -140,7 +158,17 @@ def step_forecast(inspection: Inspection, target: Target, reached: Reached | Non
         exposed += c.times * (wire - hidden_seconds(c, target, reached))
         links[c.crosses(target.domain)] += c.times * wire
     step = max(compute + exposed, *links.values())
-    return Forecast(step_seconds=step, compute_seconds=compute, exposed_seconds=step - compute)
+    return corrected(step, compute, reached)
+
+
+def corrected(step: float, compute: float, reached: Reached) -> Forecast:
+    """The forecast of a step from the model's seconds, `compute` a part of them, by what whole steps took."""
+    return Forecast(
+        step_seconds=step * reached.step,
+        compute_seconds=compute * reached.step,
+        exposed_seconds=(step - compute) * reached.step,
+        ratio=reached.step,
+    )
 
 
 class _Seconds:

@@ -13,7 +13,6 @@ from dsjax.config import Config
 from dsjax.errors import OutOfDeviceMemory
 from dsjax.mesh import make_mesh
 from dsjax.plan import cost
-from dsjax.plan.analytic import estimate
 from dsjax.plan.compiled import (
     CompiledStep,
     Described,
@@ -26,7 +25,9 @@ from dsjax.plan.compiled import (
     parts_of,
     vocabulary,
 )
+from dsjax.plan.estimate import estimate
 from dsjax.plan.fit import changes_that_fit
+from dsjax.plan.measured import correction
 from dsjax.plan.result import Flops, MemoryUse, Plan
 from dsjax.plan.settings import settings_of, with_money
 from dsjax.train.program import Recipe, lay_out
@@ -182,8 +183,9 @@ def _plan(
     inspection = step.inspection
     groups, flops = cost.traffic(inspection.collectives, target), inspection.work.flops
     dtype = max(flops, key=lambda name: flops[name]) if flops else "bf16"
-    forecast = cost.step_forecast(inspection, target)
-    notes = [*step.notes, CAUSAL]
+    known = correction(target)
+    forecast = cost.step_forecast(inspection, target, known.reached)
+    notes = [*step.notes, *known.notes, CAUSAL]
     unknown = [c for c in inspection.custom_calls if c.kind == "kernel" and not c.flops]
     if unknown:
         notes.append(f"{len(unknown)} kernels tell no FLOPs: their arithmetic is not in the times")

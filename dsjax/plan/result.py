@@ -100,6 +100,7 @@ class Forecast:
 
     Attributes:
       step_seconds: predicted; compute_seconds and exposed_seconds are its parts.
+      ratio: the part of these seconds that measured steps added, a factor; 1 where none were measured.
       tokens: of the whole run; days, dollars, kwh: to train on so many.
       mfu: model FLOPs over the peak of the type that the model multiplies in.
     """
@@ -107,6 +108,7 @@ class Forecast:
     step_seconds: float
     compute_seconds: float
     exposed_seconds: float
+    ratio: float = 1.0
     mfu: float | None = None
     tokens_per_second: float | None = None
     tokens: float | None = None

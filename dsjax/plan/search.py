@@ -11,7 +11,7 @@ from dsjax import aot
 from dsjax.config import Config
 from dsjax.errors import ConfigError, OutOfDeviceMemory
 from dsjax.mesh.axes import divisors
-from dsjax.plan import analytic
+from dsjax.plan import analytic, estimate
 from dsjax.plan.compiled import compile_step, describe, vocabulary
 from dsjax.plan.planner import summary
 from dsjax.plan.result import Forecast, Plan
@@ -117,7 +117,10 @@ def search(
 
 
 def layouts(config: Config, target: aot.Target) -> Iterator[dict[str, Any]]:
-    """Every mesh of data, fsdp, context and tensor on the target, microbatches and remat that divide the batch."""
+    """Every mesh of data, fsdp, context and tensor on the target, microbatches and remat that divide the batch.
+
+    Matrices are cut along one dimension or along both (`mesh.tensor: [columns, rows]`).
+    """
     devices, train = target.size, config.train
     for tensor, context in itertools.product(divisors(devices), repeat=2):
         if tensor > target.domain or tensor * context > devices or devices % (tensor * context):
@@ -125,19 +128,23 @@ def layouts(config: Config, target: aot.Target) -> Iterator[dict[str, Any]]:
         if context > 1 and train.sequence_length % (2 * context):
             continue
         rest = devices // (tensor * context)
-        for fsdp in divisors(rest):
-            if train.global_batch_size % rest:
-                continue
-            for micro in divisors(train.global_batch_size // rest):
-                for remat in _REMATS:
-                    yield {
-                        "mesh.data": rest // fsdp,
-                        "mesh.fsdp": fsdp,
-                        "mesh.context": context,
-                        "mesh.tensor": tensor,
-                        "train.gradient_accumulation_steps": micro,
-                        "train.remat": remat,
-                    }
+        if train.global_batch_size % rest:
+            continue
+        micros = divisors(train.global_batch_size // rest)
+        for fsdp, sizes, micro, remat in itertools.product(divisors(rest), _sizes(tensor), micros, _REMATS):
+            yield {
+                "mesh.data": rest // fsdp,
+                "mesh.fsdp": fsdp,
+                "mesh.context": context,
+                "mesh.tensor": sizes,
+                "train.gradient_accumulation_steps": micro,
+                "train.remat": remat,
+            }
+
+
+def _sizes(tensor: int) -> list[int | list[int]]:
+    """Matrices cut into so many parts along one dimension, or along both: columns and rows."""
+    return [tensor, *([tensor // rows, rows] for rows in divisors(tensor) if 1 < rows < tensor)]
 
 
 def _estimated(
@@ -146,7 +153,7 @@ def _estimated(
     known: dict[tuple[Any, ...], analytic.Laid | None] = {}
     for settings in layouts(config, target):
         changed = with_settings(config, settings)
-        mesh = tuple(value for name, value in settings.items() if name.startswith("mesh."))
+        mesh = tuple(str(value) for name, value in settings.items() if name.startswith("mesh."))
         if mesh not in known:
             try:
                 known[mesh] = analytic.lay_out(changed, target, vocab_size)
@@ -156,7 +163,7 @@ def _estimated(
                 known[mesh] = None  # the model does not divide so
         laid = known[mesh]
         if laid is not None:
-            yield Candidate(settings, analytic.plan_of(laid.with_config(changed), tokens, "searching"))
+            yield Candidate(settings, estimate.plan_of(laid.with_config(changed), tokens, "searching"))
 
 
 def _varied(fitting: list[Candidate], number: int) -> list[Candidate]:

@@ -65,4 +65,4 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 
 def as_typed(settings: Mapping[str, Any]) -> str:
     """Settings as they stand on a command line."""
-    return " ".join(f"{name}={value}" for name, value in settings.items())
+    return " ".join(f"{name}={value}".replace(", ", ",") for name, value in settings.items())

@@ -34,21 +34,30 @@ def show(plan: Plan, console: Console) -> None:
     """Prints a plan."""
     console.print(headline(plan))
     for sheet in sheets(plan):
-        table = Table(*sheet.columns, title=sheet.title, title_justify="left", box=None, title_style="bold")
-        for index in range(1, len(sheet.columns)):
-            if all(row[index][:1].isdigit() or row[index][:1] in ("", "-") for row in sheet.rows):
-                table.columns[index].justify = "right"
-        for row in sheet.rows:
-            table.add_row(*row)
-        console.print()
-        console.print(table)
+        print_sheet(sheet, console)
     console.print()
     for note in [*plan.notes, *closing(plan)]:
         console.print(f"- {note}", markup=False, highlight=False)
 
 
-def page(plan: Plan) -> str:
-    """A plan as one HTML page that needs nothing else."""
+def print_sheet(sheet: Sheet, console: Console) -> None:
+    """Prints a table, columns of numbers to the right."""
+    table = Table(*sheet.columns, title=sheet.title, title_justify="left", box=None, title_style="bold")
+    for index in range(1, len(sheet.columns)):
+        if all(row[index][:1].isdigit() or row[index][:1] in ("", "-") for row in sheet.rows):
+            table.columns[index].justify = "right"
+    for row in sheet.rows:
+        table.add_row(*row)
+    console.print()
+    console.print(table)
+
+
+def page(plan: Plan, further: Sequence[Sheet] = (), notes: Sequence[str] = ()) -> str:
+    """A plan as one HTML page that needs nothing else.
+
+    Args:
+      further, notes: tables and lines below the plan's own.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -58,9 +67,9 @@ def page(plan: Plan) -> str:
     return template.render(
         plan=plan,
         headline=headline(plan),
-        sheets=sheets(plan),
+        sheets=[*sheets(plan), *further],
         bars=_bars(plan.memory),
-        notes=[*plan.notes, *closing(plan)],
+        notes=[*plan.notes, *closing(plan), *notes],
     )
 
 
@@ -165,8 +174,8 @@ def _time(plan: Plan) -> Sheet:
         ("bound by", roofline.bound),
         ("predicted step", seconds(forecast.step_seconds)),
         ("  of it exposed communication", seconds(forecast.exposed_seconds)),
-        ("model FLOPs a step", _amount(flops.model)),
-        ("hardware FLOPs a step", _amount(flops.hardware)),
+        ("model FLOPs a step", amount(flops.model)),
+        ("hardware FLOPs a step", amount(flops.hardware)),
         ("MFU", "not known" if forecast.mfu is None else f"{forecast.mfu:.1%}"),
         ("compiled in", seconds(plan.compile_seconds) if plan.compiled else "not compiled"),
     ]
@@ -179,7 +188,7 @@ def _money(plan: Plan) -> Sheet:
         rows.append(("tokens a second", f"{forecast.tokens_per_second:,.0f}"))
         rows.append(("tokens a second and device", f"{forecast.tokens_per_second / plan.devices:,.0f}"))
     if forecast.days is not None and forecast.dollars is not None and forecast.kwh is not None:
-        rows.append(("tokens to train on", _amount(forecast.tokens)))
+        rows.append(("tokens to train on", amount(forecast.tokens)))
         rows.append(("days", f"{forecast.days:,.2f}"))
         rows.append(("US dollars", f"{forecast.dollars:,.0f}"))
         rows.append(("kWh of the chips", f"{forecast.kwh:,.0f}"))
@@ -201,7 +210,8 @@ def seconds(value: float) -> str:
     return f"{value * 1e6:.3g} us" if value else "0"
 
 
-def _amount(value: float | None) -> str:
+def amount(value: float | None) -> str:
+    """A count with three digits and the letter of its thousands."""
     if value is None:
         return "not known"
     for factor, unit in _UNITS:

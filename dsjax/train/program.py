@@ -276,14 +276,19 @@ class Program:
         return _signature(batch) in self._steps
 
     def lower_step(self, batch: Any) -> Any:
-        """The traced and lowered training step; the state is donated."""
+        """The traced and lowered training step."""
+        function, arguments = self.jitted_step(batch)
+        return function.lower(*arguments)
+
+    def jitted_step(self, batch: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The training step as `jax.jit` makes it, and its abstract arguments; the state is donated."""
         function = jax.jit(
             lambda state, batch, votes: train_step(self.parts, state, batch, votes),
             donate_argnums=0,
             out_shardings=(self.state_shardings, self.replicated),
         )
         votes = jax.ShapeDtypeStruct((self.mesh.size,), np.int32, sharding=NamedSharding(self.mesh, P(AXES)))
-        return function.lower(self.abstract_state, _abstract(batch), votes)
+        return function, (self.abstract_state, _abstract(batch), votes)
 
     def step_bytes(self, batch: Any) -> int | None:
         """Bytes a device that the step takes, by compiling it; None where it cannot be compiled."""

@@ -112,22 +112,25 @@ def accumulated(parts: StepParts, state: State, batch: Batch, params: nnx.State)
         first = jax.tree.map(lambda x: x[0], batch)
         return microbatch_gradients(parts, params, state.model_state, first, (state.step, 0, positions[0]))
 
-    def one(carry: tuple[Sums, nnx.State], scanned: tuple[Any, Batch, Any]) -> tuple[Any, None]:
-        index, microbatch, places = scanned
-        sums, model_state = microbatch_gradients(
+    def one(index: Any, carry: tuple[Sums, nnx.State]) -> tuple[Sums, nnx.State]:
+        microbatch, places = jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), (batch, positions)
+        )
+        more, model_state = microbatch_gradients(
             parts, params, carry[1], microbatch, (state.step, index, places)
         )
-        return (jax.tree.map(jnp.add, carry[0], sums), model_state), None
+        return jax.tree.map(jnp.add, carry[0], more), model_state
 
-    indices = jnp.arange(leading[0])
     shapes = jax.eval_shape(
         lambda p, s, b: microbatch_gradients(parts, p, s, b, (state.step, 0, positions[0]))[0],
         params, state.model_state, jax.tree.map(lambda x: x[0], batch),
     )  # fmt: skip
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     zeros.grads = _at_rest(parts.layout, zeros.grads)
-    carry, _ = jax.lax.scan(one, (zeros, state.model_state), (indices, batch, positions))
-    return carry
+    # To XLA the number of turns is unknown: it would write two of them out, or peel one off, and then hold the
+    # activations of both.
+    first = jax.lax.optimization_barrier(jnp.int32(0))
+    return jax.lax.fori_loop(first, leading[0], one, (zeros, state.model_state))
 
 
 def _at_rest(layout: Layout, tree: Any) -> Any:

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from plan_runs import small
+from plan_runs import MEASURED, compiled_bytes, config_of, small
 
 from dsjax import aot
 from dsjax.config import from_dict
 from dsjax.errors import ConfigError
-from dsjax.plan import analytic
-from dsjax.plan.compiled import compile_step, describe
+from dsjax.plan import analytic, estimate
+from dsjax.plan.compiled import describe
 
-MEASURED = json.loads((Path(__file__).parent / "measured.json").read_text())
+# Compiled with jax 0.10.2 by `python tests/plan/plan_runs.py`. The formulas were made with the "fitted" ones in view;
+# the "held out" ones were chosen, then compiled, without changing a formula after.
+CASES = {case["name"]: case for case in MEASURED["cases"]}
+# Some of them, quick ones, to compile again; the rest as above.
+AGAIN = [
+    "1b-8xH100-fsdp8-dots-4096x64-4", "s-8xH100-fsdp8-every_4-4096x32-1", "s-8xH100-fsdp4-tensor2-none-4096x16-1",
+]  # fmt: skip
 
 
 def laid(config, on):
     return analytic.lay_out(config, aot.parse_target(on), None)
 
 
-@pytest.mark.parametrize("case", MEASURED["cases"], ids=lambda case: case["name"])
-def test_memory_is_within_a_tenth_of_what_xla_said(case):
-    config = from_dict(
-        {"model": MEASURED["models"][case["model"]], "mesh": case["mesh"], "train": case["train"]}
-    )
-    found = analytic.memory(laid(config, case["target"]))
+@pytest.mark.parametrize("name", CASES)
+def test_memory_is_within_a_tenth_of_what_xla_said(name):
+    case = CASES[name]
+    found = analytic.memory(laid(config_of(case), case["target"]))
     assert found.total == pytest.approx(case["bytes"], rel=0.1)
+
+
+def test_a_dozen_layouts_and_more_were_held_out():
+    sets = [case["set"] for case in CASES.values()]
+    assert sets.count("held out") >= 12 and set(sets) == {"fitted", "held out"}
 
 
 def test_state_and_batch_are_exact(gpu_compiler):
@@ -57,12 +63,12 @@ def test_sums_over_tensor_cost_more_between_nodes_than_inside():
     config = small({"data": 2, "fsdp": 4, "tensor": 2})
 
     def sums(on):
-        return next(t for t in analytic.traffic(laid(config, on)) if t.axes == ("tensor",))
+        return next(t for t in estimate.traffic(laid(config, on)) if t.axes == ("tensor",))
 
     inside, between = sums("2x8xH100"), sums("16x1xH100")
     assert not inside.crosses and sums("8x2xH100") == inside
     assert between.crosses and between.seconds > inside.seconds and between.sent == inside.sent
-    forecasts = [analytic.forecast(laid(config, on)) for on in ("2x8xH100", "16x1xH100")]
+    forecasts = [estimate.forecast(laid(config, on)) for on in ("2x8xH100", "16x1xH100")]
     assert 0 < forecasts[0].exposed_seconds < forecasts[1].exposed_seconds
 
 
@@ -73,11 +79,15 @@ def test_there_are_formulas_for_llamas_only():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 4}], ids=str)
-def test_layouts_outside_of_the_fit_are_not_far_off(gpu_compiler, mesh):
-    # Seen with jax 0.10.2: 10.6% and 6.1% too much.
-    train = {"global_batch_size": 8, "sequence_length": 4096, "remat": "full"}
-    config = from_dict({"model": MEASURED["models"]["1b"], "mesh": mesh, "train": train})
-    target = aot.parse_target("8xH100")
-    compiled = compile_step(describe(config, target, None)).inspection.memory
-    assert analytic.memory(laid(config, "8xH100")).total == pytest.approx(compiled.total, rel=0.15)
+@pytest.mark.parametrize("name", AGAIN)
+def test_memory_is_within_a_tenth_of_what_xla_says_now(gpu_compiler, name):
+    case = CASES[name]
+    found = analytic.memory(laid(config_of(case), case["target"]))
+    assert found.total == pytest.approx(compiled_bytes(case), rel=0.1)
+
+
+@pytest.mark.slow
+def test_several_microbatches_keep_the_activations_of_one(gpu_compiler):
+    one, several = CASES["1b-8xH100-fsdp8-dots-4096x16-1"], CASES["1b-8xH100-fsdp8-dots-4096x64-4"]
+    sums = laid(config_of(several), several["target"]).state[0]
+    assert compiled_bytes(several) <= 1.05 * (compiled_bytes(one) + sums)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
-from plan_runs import small
+from plan_runs import MODEL, small
 
 from dsjax import aot
-from dsjax.config import dump, load
+from dsjax.config import dump, from_dict, load
 from dsjax.errors import ConfigError, OutOfDeviceMemory
-from dsjax.plan import analytic
+from dsjax.plan import analytic, estimate, plan
 from dsjax.plan.search import layouts, search
 from dsjax.plan.settings import with_settings
+
+# Large enough that time is arithmetic, memory and links, small enough to compile many layouts of it.
+WIDE = MODEL | {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "vocab_size": 16384,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -24,10 +31,12 @@ def test_every_layout_is_possible_once():
     target = aot.parse_target("2x4xH100")
     config = small(global_batch_size=16, sequence_length=128)
     found = [tuple(settings.values()) for settings in layouts(config, target)]
-    assert len(found) == len(set(found))
+    assert len(found) == len(set(map(str, found)))
     for data, fsdp, context, tensor, micro, _ in found:
-        assert data * fsdp * context * tensor == 8 and tensor <= 4 and 16 % (data * fsdp * micro) == 0
+        parts = math.prod(tensor) if isinstance(tensor, list) else tensor
+        assert data * fsdp * context * parts == 8 and parts <= 4 and 16 % (data * fsdp * micro) == 0
     assert (1, 8, 1, 1, 2, "full") in found and (2, 1, 1, 4, 8, "none") in found
+    assert (1, 2, 1, [2, 2], 1, "dots") in found
 
 
 def test_the_winner_is_the_best_of_all_by_brute_force(by_formulas):
@@ -47,9 +56,41 @@ def test_the_winner_is_the_best_of_all_by_brute_force(by_formulas):
         }  # fmt: skip
         laid = analytic.lay_out(with_settings(config, settings), target, None)
         if analytic.memory(laid).fits:
-            time = analytic.forecast(laid).step_seconds
+            time = estimate.forecast(laid).step_seconds
             best = time if best is None else min(best, time)
     assert found.best.forecast.step_seconds == pytest.approx(best, rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def all_compiled(gpu_compiler):
+    """Every layout of a small run on four H100s, compiled: settings, predicted seconds, bytes."""
+    train = {"steps": 10, "global_batch_size": 4, "sequence_length": 1024}
+    config, target = from_dict({"model": WIDE, "train": train}), aot.parse_target("4xH100")
+    found = []
+    for settings in layouts(config, target):
+        if settings["train.remat"] != "dots":
+            try:
+                one = plan(with_settings(config, settings), target, suggest=False)
+            except ConfigError:
+                continue  # the model does not divide so
+            found.append((settings, one.forecast.step_seconds, one.memory.total))
+    return config, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_the_winner_is_the_best_of_all_that_were_compiled(all_compiled, monkeypatch, tmp_path, share):
+    """Brute force with the real compiler, for memories from one that fits the smallest only to one that fits all."""
+    config, every = all_compiled
+    monkeypatch.setattr("dsjax.plan.search._REMATS", ("none", "full"))
+    least, most = (pick(total for *_, total in every) for pick in (min, max))
+    room = int((least + share * (most - least)) * 1.001 / 0.75)
+    (tmp_path / "chips.yaml").write_text(f"small:\n  extends: H100\n  memory: {{bytes: {room}}}\n")
+    target = aot.parse_target("4xsmall", aot.load_chips(tmp_path / "chips.yaml"))
+    best = min(seconds for _, seconds, total in every if total <= 0.75 * room)
+    found = search(config, target)
+    assert found.best.fits
+    assert found.best.forecast.step_seconds <= 1.01 * best
 
 
 def test_the_best_few_are_compiled_ranked_and_explained(tmp_path):
