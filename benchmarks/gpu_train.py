@@ -56,31 +56,38 @@ def config_of(policy: str, quick: bool, batch: int, remat: str) -> Any:
     )
 
 
-def measure(policy: str, quick: bool, batch: int, remat: str) -> dict[str, Any]:
-    """One case: rounds of steps, the median round."""
-    config = config_of(policy, quick, batch, remat)
-    trainer = assemble(config).trainer
-    state = trainer.init()
+def rows_of(config: Any) -> dict[str, np.ndarray]:
+    """The rows of a step, host arrays: tokens of no meaning."""
     rng = np.random.default_rng(0)
     shape = (config.train.global_batch_size, config.train.sequence_length)
     tokens = rng.integers(0, config.model.fields["vocab_size"], shape, dtype=np.int32)
-    rows = {
+    return {
         "tokens": tokens, "targets": np.roll(tokens, -1, 1), "segment_ids": np.ones(shape, np.int32),
         "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
         "weights": np.ones(shape, np.float32),
     }  # fmt: skip
-    placed = trainer.program.place(rows)
-    step, votes = trainer.program.step(placed), trainer.program.votes(False)
-    rounds, each = (2, 2) if quick else (5, 10)
-    seconds = []
+
+
+def seconds_a_step(program: Any, state: Any, placed: Any, rounds: int, each: int) -> float:
+    """The median of rounds of so many steps, after a round that warms up; the state is donated."""
+    step, votes, seconds = program.step(placed), program.votes(False), []
     for number in range(rounds + 1):
         started = time.perf_counter()
         for _ in range(each):
             state, metrics = step(state, placed, votes)
         jax.block_until_ready(metrics["loss"])
-        if number:  # The first round warms up.
+        if number:
             seconds.append((time.perf_counter() - started) / each)
-    median = statistics.median(seconds)
+    return statistics.median(seconds)
+
+
+def measure(policy: str, quick: bool, batch: int, remat: str) -> dict[str, Any]:
+    """One case: rounds of steps, the median round."""
+    config = config_of(policy, quick, batch, remat)
+    trainer = assemble(config).trainer
+    placed = trainer.program.place(rows_of(config))
+    median = seconds_a_step(trainer.program, trainer.init(), placed, *((2, 2) if quick else (5, 10)))
+    shape = (config.train.global_batch_size, config.train.sequence_length)
     device = jax.devices()[0]
     peak, flops = peak_flops(device.device_kind, POLICIES[policy] or ""), trainer.flops_per_step
     return {
@@ -90,7 +97,7 @@ def measure(policy: str, quick: bool, batch: int, remat: str) -> dict[str, Any]:
         "mfu": flops / median / peak if peak and flops else None,
         "tokens_per_second": shape[0] * shape[1] / median,
         "peak_bytes": peak_bytes(jax.devices()[:1]),
-        "planned_bytes": compiled_bytes(step),
+        "planned_bytes": compiled_bytes(trainer.program.step(placed)),
     }
 
 

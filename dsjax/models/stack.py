@@ -62,7 +62,17 @@ def run_stacked(
         return x
 
     size = min(int(group[1]), depth)
-    several = _recomputed(lambda x, scanned: run(one, x, scanned), "full")
+
+    def group_of(x: jax.Array, scanned: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+        # Written out: a loop would stack what its layers keep, and XLA makes room for two groups' stacks.
+        rests = []
+        for i in range(jax.tree.leaves(scanned)[0].shape[0]):
+            x, rest = one(x, jax.tree.map(lambda leaf: leaf[i], scanned))  # noqa: B023
+            rests.append(rest)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *rests)
+
+    # A single group is no loop, so the second computation must be kept from merging with the first.
+    several = jax.checkpoint(group_of)
     parts = []
     whole = depth // size * size
     for start, end, length in ((0, whole, size), (whole, depth, depth - whole)):
