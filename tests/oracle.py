@@ -27,8 +27,10 @@ RATE = 3e-3
 PLAIN: Mapping[str, Any] = {
     "data": 1, "fsdp": 1, "context": 1, "tensor": 1, "gradient_accumulation_steps": 1, "remat": "none",
     "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
+    "window": None,
 }  # fmt: skip
 """One device, fp32, no tricks."""
+COMPUTED = ("rows", "dropout", "tied", "optimizer", "window")
 
 
 def devices_of(settings: Mapping[str, Any]) -> int:
@@ -52,6 +54,7 @@ def model_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
         "kind": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64, "vocab_size": VOCAB,
         "tie_word_embeddings": settings["tied"], "dropout": settings["dropout"],
+        "sliding_window": settings["window"],
     }  # fmt: skip
 
 
@@ -156,6 +159,10 @@ def train(settings: Mapping[str, Any]) -> Trained:
 
 
 @cache
-def on_one_device(rows: str, dropout: float, tied: bool, optimizer: str) -> Trained:
-    """The oracle for settings that change what is computed, not how it is laid out."""
-    return train({**PLAIN, "rows": rows, "dropout": dropout, "tied": tied, "optimizer": optimizer})
+def _on_one_device(**computed: Any) -> Trained:
+    return train({**PLAIN, **computed})
+
+
+def on_one_device(settings: Mapping[str, Any]) -> Trained:
+    """The oracle: of the settings those that change what is computed, not how it is laid out."""
+    return _on_one_device(**{name: settings[name] for name in COMPUTED})

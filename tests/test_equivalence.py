@@ -27,7 +27,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "fsdp_gather": ("layer", "step"),
     "dropout": (0.0, 0.1),
     "tied": (False, True),
-    "optimizer": ("adamw", "muon"),
+    "optimizer": ("adamw", "muon", "adafactor", "sgd"),
+    "window": (None, 7),
 }
 PRODUCT = (*AXES, "gradient_accumulation_steps", "remat", "rows")
 DEVICES = 8
@@ -92,7 +93,7 @@ def close(name: str, got: np.ndarray, want: np.ndarray) -> None:
 
 def check(case: Mapping[str, Any]) -> None:
     got = train(case)
-    want = on_one_device(case["rows"], case["dropout"], case["tied"], case["optimizer"])
+    want = on_one_device(case)
     np.testing.assert_allclose(got.losses, want.losses, rtol=TOLERANCE)
     np.testing.assert_allclose(got.norms, want.norms, rtol=TOLERANCE)
     for step, gradients in enumerate(want.gradients):
