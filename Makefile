@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
+AOT_STAMP := .venv/.installed-aot
 
-.PHONY: quickstart test test-all lint docs clean
+.PHONY: quickstart test test-aot test-all lint docs clean
 
 quickstart: $(STAMP)  ## install, then train, evaluate and sample a small language model
 	$(BIN)/dsjax train configs/quickstart.yaml
@@ -12,7 +13,10 @@ quickstart: $(STAMP)  ## install, then train, evaluate and sample a small langua
 test: $(DEV_STAMP)  ## what a change must pass
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
-test-all: $(DEV_STAMP)  ## the campaigns and whole products too
+test-aot: $(AOT_STAMP)  ## what is compiled for GPUs that are not here
+	$(BIN)/python -m pytest tests/aot tests/plan -m "not slow" -n 2 --dist load
+
+test-all: $(AOT_STAMP)  ## the campaigns and whole products too
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(DEV_STAMP)
@@ -32,6 +36,10 @@ $(STAMP): .venv/bin/python pyproject.toml
 
 $(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+$(AOT_STAMP): $(DEV_STAMP)
+	$(BIN)/python -m pip install -q -e '.[dev,aot]'
 	touch $@
 
 clean:

@@ -106,8 +106,12 @@ class Layout:
         """PartitionSpec of a parameter at rest (also of its gradient and optimizer state)."""
         names = self.names_of(path)
         if names is not None and len(names) == len(shape):
-            return P(*(self._entry(self.param_rules, name) for name in names))
+            return self.param_entries(names)
         return self._largest_dimension(shape)
+
+    def param_entries(self, names: Names, without: Sequence[str] = ()) -> P:
+        """PartitionSpec of a parameter whose dimensions have these names, some mesh axes left out."""
+        return P(*(self._entry(self.param_rules, name, without) for name in names))
 
     def _largest_dimension(self, shape: Sequence[int]) -> P:
         for axes in dict.fromkeys((self.shard_axes, self.shard_axes[:1])):
@@ -122,7 +126,7 @@ class Layout:
         names = self.names_of(path)
         if names is None or len(names) != len(shape):
             return P()
-        return P(*(self._entry(self.param_rules, name, without=SHARD_AXES) for name in names))
+        return self.param_entries(names, without=SHARD_AXES)
 
     def param_shardings(self, params: Any) -> Any:
         """The tree's shardings at rest; `params` may be abstract."""
@@ -239,18 +243,19 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _resharded(x: jax.Array, used: NamedSharding, kept: NamedSharding) -> jax.Array:
+def _resharded(x: jax.Array, used: NamedSharding, back: tuple[NamedSharding, ...]) -> jax.Array:
+    """x as it is used; its gradient is pinned to the places `back`, one after the other."""
     return jax.lax.with_sharding_constraint(x, used)
 
 
-def _resharded_fwd(x: jax.Array, used: NamedSharding, kept: NamedSharding) -> tuple[jax.Array, None]:
+def _resharded_fwd(x: jax.Array, used: NamedSharding, back: tuple[NamedSharding, ...]) -> tuple[Any, None]:
     return jax.lax.with_sharding_constraint(x, used), None
 
 
-def _resharded_bwd(used: NamedSharding, kept: NamedSharding, _: None, g: jax.Array) -> tuple[jax.Array]:
-    # Whole first: asked for this device's part alone, the partitioner may move the activations instead.
-    whole = jax.lax.with_sharding_constraint(g, used)
-    return (jax.lax.with_sharding_constraint(whole, kept),)
+def _resharded_bwd(used: NamedSharding, back: tuple[NamedSharding, ...], _: None, g: Any) -> tuple[jax.Array]:
+    for place in back:
+        g = jax.lax.with_sharding_constraint(g, place)
+    return (g,)
 
 
 _resharded.defvjp(_resharded_fwd, _resharded_bwd)
@@ -289,14 +294,29 @@ def _gather_one(layout: Layout, path: str, leaf: Any) -> Any:
         # A slice of stacked layers: the table's names begin with the stacking dimension.
         names = names[1:]
     if names is None or len(names) != leaf.ndim:
-        used, kept = P(), layout.param_spec(path, leaf.shape)
+        used, back = P(), [layout.param_spec(path, leaf.shape)]
     else:
-        used = P(*(layout._entry(layout.param_rules, n, without=SHARD_AXES) for n in names))
-        kept = P(*(layout._entry(layout.param_rules, n) for n in names))
+        used = layout.param_entries(names, without=SHARD_AXES)
+        back = [layout.param_entries(names, without) for without in _way_back(layout)]
     if layout.gather_dtype is not None and len([n for n in names or () if n != "layers"]) >= 2:
         # Half the bytes on the wire; left to itself the compiler casts some of them after the gather.
         leaf = leaf.astype(layout.gather_dtype)
-    return _resharded(leaf, NamedSharding(layout.mesh, used), NamedSharding(layout.mesh, kept))
+    places = tuple(NamedSharding(layout.mesh, spec) for spec in back)
+    return _resharded(leaf, NamedSharding(layout.mesh, used), places)
+
+
+def _way_back(layout: Layout) -> list[tuple[str, ...]]:
+    """Mesh axes left out of the places that a matrix's gradient is pinned to, one place after the other.
+
+    Where tensors are cut over further axes, a gradient that is pinned to its own place at once makes the
+    partitioner gather activations there instead of adding up. (Whole first is no better in general: the sum
+    over `data` would be of the whole and not of the shards.)
+    """
+    if layout.axis_size("tensor_rows") > 1:
+        return [SHARD_AXES, ()]
+    if layout.axis_size("tensor") > 1 and layout.axis_size("context") > 1:
+        return [("context",), ()]
+    return [()]
 
 
 def manual(

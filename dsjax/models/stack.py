@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -39,8 +40,9 @@ def run_stacked(
       module: from `stacked`; variables other than parameters are updated in place.
       prefix: the module's path in the model.
       remat: none; full (each layer is computed again in the backward pass); dots (all of it but
-        matrix products); every_N (the input of one layer in N is kept, the rest computed again). A
-        depth that N divides saves a copy of the parameters.
+        matrix products); every_N (the input of one layer in N is kept, the rest computed again; a
+        group is written out, so compile time grows with N). A depth that N divides saves a copy of the
+        parameters.
       unroll: writes the layers out one by one instead of looping (faster on CPU; compile time then
         grows with depth).
     """
@@ -67,7 +69,7 @@ def run_stacked(
         # Written out: a loop would stack what its layers keep, and XLA makes room for two groups' stacks.
         rests = []
         for i in range(jax.tree.leaves(scanned)[0].shape[0]):
-            x, rest = one(x, jax.tree.map(lambda leaf: leaf[i], scanned))  # noqa: B023
+            x, rest = one(x, jax.tree.map(itemgetter(i), scanned))
             rests.append(rest)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *rests)
 

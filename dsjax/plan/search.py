@@ -21,6 +21,8 @@ from dsjax.plan.show import gib, seconds
 _REMATS = ("none", "dots", "full")
 # The formulas are not exact: what they put a little over the limit is still tried.
 _SLACK = 1.1
+# Of small models they are less so: where none seems to fit, the smallest of up to so many limits are tried.
+_HOPE = 1.5
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,16 @@ def search(
             f"model over {target.size} devices; use a multiple of {target.size}, or fewer devices"
         )
     fitting = [c for c in possible if c.plan.memory.total <= _SLACK * c.plan.memory.limit]
-    if not fitting:
+    compiler = aot.missing_for(target.chip.kind) is None
+    chosen = _varied(fitting, compiles) or (_smallest(possible, compiles) if compiler else [])
+    if not chosen:
         least = min(possible, key=lambda c: c.plan.memory.total)
         raise OutOfDeviceMemory(
             f"{target.name}: no layout fits: the smallest takes about {gib(least.plan.memory.total)} of "
             f"{gib(least.plan.memory.limit)} a device ({least.words}); use more or larger devices"
         )
     ranked = []
-    chosen = _varied(fitting, compiles)
-    if aot.missing_for(target.chip.kind) is None:
+    if compiler:
         for candidate in chosen:
             progress(f"compiling {candidate.words}")
             ranked.append(_compiled(config, target, vocab_size, tokens, candidate))
@@ -176,6 +179,12 @@ def _varied(fitting: list[Candidate], number: int) -> list[Candidate]:
         if len(taken) == number:
             break
     return taken
+
+
+def _smallest(possible: list[Candidate], number: int) -> list[Candidate]:
+    """Those of the least memory, of each mesh the two best, as far as there is hope for them."""
+    near = [c for c in possible if c.plan.memory.total <= _HOPE * c.plan.memory.limit]
+    return _varied(sorted(near, key=lambda c: c.plan.memory.total), number)
 
 
 def _compiled(

@@ -12,7 +12,7 @@ from dsjax.plan import analytic, estimate
 from dsjax.plan.compiled import describe
 
 # Compiled with jax 0.10.2 by `python tests/plan/plan_runs.py`. The formulas were made with the "fitted" ones in view;
-# the "held out" ones were chosen, then compiled, without changing a formula after.
+# the "held out" ones were chosen, then compiled, and no formula was changed for them.
 CASES = {case["name"]: case for case in MEASURED["cases"]}
 # Some of them, quick ones, to compile again; the rest as above.
 AGAIN = [
