@@ -28,6 +28,7 @@ from dsjax.plan.compiled import (
 from dsjax.plan.estimate import estimate
 from dsjax.plan.fit import changes_that_fit
 from dsjax.plan.measured import correction
+from dsjax.plan.placement import placement
 from dsjax.plan.result import Flops, MemoryUse, Plan
 from dsjax.plan.settings import settings_of, with_money
 from dsjax.train.program import Recipe, lay_out
@@ -143,7 +144,8 @@ def plan_recipe(
     abstract = batch_like(batch, program)
     step = compile_program(program, abstract, target, options)
     parts, settings = parts_of(program, abstract), settings_of(config)
-    return _plan(target, step, parts, settings, flops_per_step, tokens_per_step, tokens)
+    found = _plan(target, step, parts, settings, flops_per_step, tokens_per_step, tokens)
+    return replace(found, placement=placement(program.layout))
 
 
 def target_of(on: str | aot.Target, chips: str | Path | None = None) -> aot.Target:
@@ -153,7 +155,7 @@ def target_of(on: str | aot.Target, chips: str | Path | None = None) -> aot.Targ
 
 def summary(described: Described, step: CompiledStep, tokens: float | None) -> Plan:
     """The plan of a run's compiled step."""
-    return _plan(
+    found = _plan(
         described.target,
         step,
         described.parts,
@@ -162,6 +164,7 @@ def summary(described: Described, step: CompiledStep, tokens: float | None) -> P
         described.tokens,
         tokens,
     )
+    return replace(found, placement=placement(described.program.layout))
 
 
 def _tried(described: Described, tokens: float, options: Mapping[str, Any] | None) -> Plan | None:

@@ -139,6 +139,7 @@ class Plan:
       compiled: the numbers are of the compiled program; otherwise of formulas.
       mesh: axis -> size, of axes with more than one device.
       settings: of the batch and of memory, as in the config's section train.
+      placement: kind of operator -> over which mesh axes it is cut, in words; empty where it is not known.
       traffic: largest first.
       hidden_share: of the time on the wire; None where nothing is sent, or nothing was compiled.
       compile_seconds: tracing, lowering and compiling.
@@ -161,6 +162,7 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
+    placement: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:

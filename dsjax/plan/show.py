@@ -110,6 +110,8 @@ def sheets(plan: Plan) -> list[Sheet]:
                 [(c.settings, gib(c.total), seconds(c.step_seconds)) for c in plan.changes],
             )
         )
+    if plan.placement:
+        made.append(Sheet("how operators are cut", ("operators", "cut"), list(plan.placement.items())))
     if plan.traffic:
         made.append(_traffic(plan))
     return [*made, _time(plan), _money(plan)]

@@ -1,0 +1,34 @@
+"""Over which mesh axes each kind of operator is cut: matrices along two dimensions, the rest along one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsjax.mesh import Layout
+from dsjax.mesh.axes import SHARD_AXES
+
+
+def placement(layout: Layout) -> dict[str, str]:
+    """Kind of operator -> how it lies on the mesh, in words; nothing where there is one device."""
+    if layout.mesh.size == 1:
+        return {}
+    rest, used = (layout.param_entries(("embed", "mlp"), without) for without in ((), SHARD_AXES))
+    return {
+        "matrices at rest (and their gradients, their optimizer state)": _cut(rows=rest[0], columns=rest[1]),
+        "matrices in products": _cut(rows=used[0], columns=used[1]),
+        "attention": _cut(
+            batch=layout.active("batch"), heads=layout.active("heads"), queries=layout.active("sequence")
+        ),
+        "norms, dropout, residual sums": _cut(
+            batch=layout.active("batch"), sequence=layout.active("residual"), features=layout.active("embed")
+        ),
+    }
+
+
+def _cut(**dimensions: Any) -> str:
+    told = []
+    for name, axes in dimensions.items():
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        if names:
+            told.append(f"{name} over {' x '.join(names)}")
+    return ", ".join(told) or "whole on every device"
