@@ -92,7 +92,10 @@ def compile_for(target: Target, lowered: Any, options: Mapping[str, Any] | None 
 
 
 def choose_options(
-    target: Target, own: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    target: Target,
+    own: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> Chosen:
     """The XLA options measured to be good for the target's chip, checked against this jaxlib.
 
@@ -101,11 +104,12 @@ def choose_options(
     Args:
       own: the user's options, which win and must be right.
       environ: where XLA_FLAGS stands; the process's environment by default.
+      mesh: axis -> size, where it is known: some options are not for every layout.
 
     Raises:
       ConfigError: one of the user's own that this jaxlib does not know, one line each.
     """
-    chosen = choose(target.chip.kind, environ, device=_one_device(target), own=own)
+    chosen = choose(target.chip.kind, environ, device=_one_device(target), own=own, mesh=mesh)
     return replace(chosen, notes=[f"XLA options: preset {chosen.preset}", *chosen.notes])
 
 

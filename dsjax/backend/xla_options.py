@@ -35,6 +35,7 @@ class Preset:
       devices: jax's names (`device_kind`) of the chips that it is for; none: all others of the platform.
       options: name -> value; reasons: name -> why, a line each.
       older: of options that had another name before: name -> that name and its value.
+      uncut: of options that are for some meshes only: name -> the axes that must have one device.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Preset:
     options: Mapping[str, Any]
     reasons: Mapping[str, str]
     older: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    uncut: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.name}, version {self.version}"
@@ -95,6 +97,10 @@ def _preset(name: str, trees: Mapping[str, Any]) -> Preset:
         options={**(base.options if base else {}), **{key: entry["value"] for key, entry in own.items()}},
         reasons={**(base.reasons if base else {}), **{key: entry["why"] for key, entry in own.items()}},
         older={**(base.older if base else {}), **older},
+        uncut={
+            **(base.uncut if base else {}),
+            **{key: tuple(entry["uncut"]) for key, entry in own.items() if "uncut" in entry},
+        },
     )
 
 
@@ -116,6 +122,7 @@ def choose(
     *,
     device: Any = None,
     own: Mapping[str, Any] | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> Chosen:
     """The preset of a device, less what this jaxlib does not take and what the user set.
 
@@ -125,6 +132,7 @@ def choose(
       device: whose chip's preset is taken, and that the options are checked for, here or not; by default
         the first of all devices of the platform in the run.
       own: the user's options, which win and must be right.
+      mesh: axis -> size, where it is known: some options are not for every layout.
 
     Raises:
       ConfigError: one of the user's own that this jaxlib does not take, a line each.
@@ -144,6 +152,8 @@ def choose(
             notes.append(f"XLA: {given}={_text(own[given])} as given, not the preset's {_text(value)}")
         elif flag:
             notes.append(f"XLA: {flag}={flags[flag]} from XLA_FLAGS, not the preset's {_text(value)}")
+        elif cut := [a for a in preset.uncut.get(name, ()) if (mesh or {}).get(a, 1) > 1]:
+            notes.append(f"XLA: {name} is not for meshes with {' and '.join(cut)}")
         else:
             wanted[name] = value
     options, unknown = _known(wanted, preset.older, device)

@@ -166,7 +166,7 @@ def compile_program(
     program: Program, batch: Any, target: aot.Target, options: Mapping[str, Any] | None = None
 ) -> CompiledStep:
     """The same of a program and an abstract batch."""
-    chosen = aot.choose_options(target, options)
+    chosen = aot.choose_options(target, options, mesh=program.mesh.shape)
     started = time.monotonic()
     with aot.on(target):
         lowered = program.lower_step(batch)

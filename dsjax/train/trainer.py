@@ -168,8 +168,9 @@ class Trainer:
         self._recorder: Recorder | None = None
         mesh = make_mesh(config.mesh, devices)
         self.platform = mesh.devices.flat[0].platform
-        auto = config.runtime.xla_preset == "auto"
-        chosen = choose(self.platform, own=compiler_options) if auto else Chosen(dict(compiler_options or {}))
+        chosen = Chosen(dict(compiler_options or {}))
+        if config.runtime.xla_preset == "auto":
+            chosen = choose(self.platform, own=compiler_options, mesh=mesh.shape)
         self.notes = chosen.notes
         self.program = lay_out(
             recipe,

@@ -42,6 +42,18 @@ def test_a_chip_without_a_file_uses_its_platforms(monkeypatch: pytest.MonkeyPatc
     assert (chosen.preset, chosen.options) == ("mine, version 3", {LATENCY: False})
 
 
+def test_an_option_that_is_not_for_a_layout_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla_options, "_refused", lambda options, device: False)
+    device, name = SimpleNamespace(device_kind="NVIDIA Other"), "xla_gpu_pipeline_all_gather"
+    for mesh in (None, {"tensor": 1, "fsdp": 8}):
+        assert name in choose("gpu", {}, device=device, mesh=mesh).options
+    chosen = choose("gpu", {}, device=device, mesh={"tensor": 2, "fsdp": 4})
+    assert name not in chosen.options
+    assert f"XLA: {name} is not for meshes with tensor" in chosen.notes
+    given = choose("gpu", {}, device=device, own={name: "x"}, mesh={"tensor": 2})
+    assert given.options[name] == "x"
+
+
 def test_the_presets_name_chips_as_the_table_of_chips_does() -> None:
     own = {"A100-40": "a100", "A100-80": "a100", "B200": "b200", "H100": "h100", "L40S": "l40s"}
     chips = [chip for chip in load_chips().values() if chip.xla]

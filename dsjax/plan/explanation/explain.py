@@ -197,7 +197,7 @@ def _stand_in(config: Config, target: aot.Target) -> Described:
 def _compile(
     target: aot.Target, traced: Traced, step: Step, options: Mapping[str, Any] | None, mesh: Any
 ) -> CompiledStep:
-    chosen = aot.choose_options(target, options)
+    chosen = aot.choose_options(target, options, mesh=None if mesh is None else mesh.shape)
     started = time.monotonic()
     lowered = aot.lower_for(target, traced.rejitted(step.tagged), *traced.leaves)
     compiled = aot.compile_for(target, lowered, chosen.options)
