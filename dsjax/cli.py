@@ -239,6 +239,8 @@ def plan(
 ) -> int | None:
     """Compile a run's step for a cluster that is not here: will it fit, and what will it cost."""
     resolved = _settings(config, more)
+    if tokens is not None and not 0 < tokens < float("inf"):
+        raise ConfigError(f"--tokens: takes a number above 0, got {tokens:g}")
     if config_file is not None and not search:
         raise ConfigError("--write: writes the config that --search finds; add --search")
     if explain and search:
@@ -246,9 +248,10 @@ def plan(
             "--explain: is of one plan; search first, then explain the config that --write wrote"
         )
     target = _elsewhere(resolved.runtime, on, chips, traced_here=explain)
-    from dsjax.plan.command import plan_command, search_command
+    from dsjax.plan.command import plan_command, require_writable, search_command
 
     files: dict[str, Path | None] = {"json_file": json_file, "html_file": html_file}
+    require_writable([json_file, html_file, config_file])
     if search:
         return search_command(resolved, target, tokens=tokens, config_file=config_file, **files)
     return plan_command(resolved, target, tokens=tokens, explain=explain, **files)

@@ -89,7 +89,7 @@ def describe(error: BaseException) -> tuple[list[str], int]:
     if isinstance(error, DsjaxError):
         return error.faults, error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return ["interrupted; nothing was saved by this call since its last checkpoint"], EXIT_INTERRUPTED
+        return ["interrupted; a run goes on from its last checkpoint"], EXIT_INTERRUPTED
     if isinstance(error, SystemExit):
         if isinstance(error.code, str):
             return [error.code], EXIT_BAD_INPUT

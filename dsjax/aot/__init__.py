@@ -8,7 +8,7 @@ inspect(compiled, mesh).collectives.over("data").of("all-reduce").in_loop()
 
 from dsjax.aot.chips import Chip, Link, load_chips
 from dsjax.aot.collectives import Collective, Collectives
-from dsjax.aot.compile import choose_options, compile_for, lower_for, on
+from dsjax.aot.compile import choose_options, compile_chosen, compile_for, lower_for, on
 from dsjax.aot.inspection import Inspection, inspect
 from dsjax.aot.target import INSTALL_AOT, Target, missing_for, parse_target
 from dsjax.aot.work import Work
@@ -23,6 +23,7 @@ __all__ = [
     "Target",
     "Work",
     "choose_options",
+    "compile_chosen",
     "compile_for",
     "inspect",
     "load_chips",

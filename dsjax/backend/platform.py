@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,13 @@ def setup(runtime: RuntimeConfig) -> None:
     nothing; where jax has started already, settings that came too late are refused.
 
     Raises:
-      ConfigError: the platform is not there, or the settings came after jax had started with others.
+      ConfigError: the platform is not there, the settings came after jax had started with others, or
+        XLA_FLAGS holds what XLA does not take.
       InternalError: another process of the cluster did not come in time.
     """
     _quieten()
+    if os.environ.get("XLA_FLAGS", "").strip() and not ("jax" in sys.modules and _started()):
+        _try_flags()
     with quiet() if plugin_without_driver() else contextlib.nullcontext():
         import jax
 
@@ -71,6 +76,21 @@ def _quieten() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     for name in ("absl", "orbax", "jax._src.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _try_flags() -> None:
+    """Starts jax in another process first: XLA ends the one in which it meets a flag that it does not know."""
+    start = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False)
+    said = [
+        re.sub(r"^[EF]\d{4} .*?\] ", "", line)
+        for line in done.stderr.splitlines()
+        if re.match(r"[EF]\d{4} .*flag", line, re.IGNORECASE)
+    ]
+    if done.returncode and said:
+        raise ConfigError(
+            f"XLA_FLAGS: {said[0].removesuffix('.')}; correct it in the environment, or unset it"
+        )
 
 
 def _started() -> bool:

@@ -153,16 +153,12 @@ AxisSize = Annotated[
 
 
 def _tensor_size(value: Any) -> Any:
-    sizes = value if isinstance(value, list | tuple) else [value]
+    pair = isinstance(value, list | tuple)
+    sizes, least = (list(value), 1) if pair else ([value], -1)
     whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-    least = -1 if len(sizes) == 1 else 1
-    if (
-        not whole
-        or len(sizes) not in (1, 2)
-        or not all(least <= size <= LARGEST_INT and size for size in sizes)
-    ):
+    if not whole or (pair and len(sizes) != 2) or not all(least <= s <= LARGEST_INT and s for s in sizes):
         raise ValueError("is no size and no pair of sizes")
-    return list(value) if len(sizes) == 2 else sizes[0]
+    return sizes if pair else value
 
 
 TensorSize = Annotated[

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +19,7 @@ from dsjax.plan.planner import plan
 from dsjax.plan.result import Plan
 from dsjax.plan.search import search
 from dsjax.plan.show import Sheet, page, show
-from dsjax.plan.template import as_yaml, starting_config
+from dsjax.plan.template import as_yaml, fits, starting_config
 
 # Columns of a table where the output is no terminal.
 _WIDTH = 110
@@ -89,6 +91,11 @@ def init_command(model: str, target: Target, path: Path | None) -> int:
     if path.exists():
         raise InputError(f"{path}: is there already; remove it or name another with --write")
     write(path, as_yaml(config, target, str(path)))
+    if not fits(config, target):
+        print(
+            f"dsjax: no layout was found with which it fits on {target.name}; this one takes the least",
+            file=sys.stderr,
+        )
     print(f"written: {path}; next: dsjax plan {path} --on {target.name}")
     return EXIT_DONE
 
@@ -111,6 +118,24 @@ def _told(
 
 def _console() -> Console:
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def require_writable(paths: Iterable[Path | None]) -> None:
+    """Refuses files that could not be written, before the work whose result they are for.
+
+    Raises:
+      InputError: a line a file.
+    """
+    faults = []
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            faults.append(f"{path}: cannot be written (there is no directory {path.parent})")
+        elif path is not None and (
+            path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)
+        ):
+            faults.append(f"{path}: cannot be written")
+    if faults:
+        raise InputError(faults)
 
 
 def write(path: Path, text: str) -> None:

@@ -170,7 +170,7 @@ def compile_program(
     started = time.monotonic()
     with aot.on(target):
         lowered = program.lower_step(batch)
-    compiled = aot.compile_for(target, lowered, chosen.options)
+    compiled, chosen = aot.compile_chosen(target, lowered, chosen)
     seconds = time.monotonic() - started
     inspection = aot.inspect(compiled, program.mesh)
     return CompiledStep(inspection, seconds, chosen.options, tuple(chosen.notes))

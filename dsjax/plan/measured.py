@@ -31,6 +31,8 @@ from dsjax.plan.result import Forecast
 DIRECTORY = "DSJAX_MEASURED_DIR"
 # Above 1 where the table's peak is not what runs: fp32 products are TF32 on NVIDIA chips unless told otherwise.
 Share = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+# A step that takes so many times as long as predicted, or as short, is another step than the one that was planned.
+MOST = 100.0
 Count = Annotated[int, Field(gt=0)]
 _TPUS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
 
@@ -60,7 +62,7 @@ class Shares(_Section):
 class Steps(_Section):
     """Whole steps: the geometric mean of their seconds over the model's, and how many were measured."""
 
-    ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    ratio: Annotated[float, Field(ge=1 / MOST, le=MOST)]
     count: Count
     date: str
     jax: str
@@ -234,7 +236,7 @@ def record_step(
 
     Raises:
       InputError: the file that is there cannot be used, or not be written.
-      ValueError: seconds that are none.
+      ValueError: seconds that are none, or a hundred times from those predicted.
     """
     import jax
 
@@ -242,9 +244,14 @@ def record_step(
         raise ValueError(
             f"a step takes more than 0 seconds: got {seconds}, predicted {forecast.step_seconds}"
         )
+    ratio = seconds * forecast.ratio / forecast.step_seconds
+    if not 1 / MOST <= ratio <= MOST:
+        raise ValueError(
+            f"{seconds:g} s for a step that was predicted at {forecast.step_seconds:g} s: is it the same step?"
+        )
     found = load(device_kind, directory) or Measured(device_kind=device_kind)
     count, mean = (found.steps.count, math.log(found.steps.ratio)) if found.steps else (0, 0.0)
-    latest = math.log(seconds * forecast.ratio / forecast.step_seconds)
+    latest = math.log(ratio)
     steps = Steps(
         ratio=math.exp((count * mean + latest) / (count + 1)),
         count=count + 1,

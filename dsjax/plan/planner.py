@@ -30,10 +30,14 @@ from dsjax.plan.fit import changes_that_fit
 from dsjax.plan.measured import correction
 from dsjax.plan.placement import placement
 from dsjax.plan.result import Flops, MemoryUse, Plan
-from dsjax.plan.settings import settings_of, with_money
+from dsjax.plan.settings import run_tokens, settings_of, with_money
 from dsjax.train.program import Recipe, lay_out
 
 _MOST = 0.95  # of a GPU's memory that can be given to jax beside CUDA's and NCCL's own
+NO_CHANGE = (
+    "no change of microbatches, recomputation and mesh axes that was looked at makes it fit: use more or larger "
+    "devices"
+)
 CAUSAL = (
     "model FLOPs count causal attention once: only the scores that the mask keeps; hardware FLOPs are of "
     "every product in the program, with what is recomputed and what a mask throws away"
@@ -63,9 +67,7 @@ def plan(
       ConfigError: an unknown chip, a mesh or a batch that does not fit the cluster.
     """
     target = target_of(on, chips)
-    tokens = (
-        tokens or float(config.train.steps) * config.train.global_batch_size * config.train.sequence_length
-    )
+    tokens = tokens or run_tokens(config)
     check_mesh(config, target)
     missing = aot.missing_for(target.chip.kind)
     if missing:
@@ -76,9 +78,10 @@ def plan(
     except OutOfDeviceMemory as error:
         found = estimate(config, target, vocabulary(config), tokens, str(error))
     if suggest and not found.fits:
-        return replace(
-            found, changes=changes_that_fit(described, lambda other: _tried(other, tokens, options))
-        )
+        changes = changes_that_fit(described, lambda other: _tried(other, tokens, options))
+        found = replace(found, changes=changes)
+        if not changes:
+            found = replace(found, notes=(*found.notes, NO_CHANGE))
     return found
 
 
@@ -108,7 +111,7 @@ def report(
     target = target_of(on, chips)
     chosen = aot.choose_options(target, options)
     started = time.monotonic()
-    compiled = aot.compile_for(target, aot.lower_for(target, jitted, *args), chosen.options)
+    compiled, chosen = aot.compile_chosen(target, aot.lower_for(target, jitted, *args), chosen)
     seconds = time.monotonic() - started
     step = CompiledStep(aot.inspect(compiled), seconds, chosen.options, tuple(chosen.notes))
     return _plan(target, step, {}, {}, model_flops, tokens_per_step, tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,10 +13,10 @@ from dsjax.config import Config
 from dsjax.errors import ConfigError, OutOfDeviceMemory
 from dsjax.mesh.axes import divisors
 from dsjax.plan import analytic, estimate
-from dsjax.plan.compiled import compile_step, describe, vocabulary
+from dsjax.plan.compiled import check_mesh, compile_step, describe, vocabulary
 from dsjax.plan.planner import summary
 from dsjax.plan.result import Forecast, Plan
-from dsjax.plan.settings import as_typed, with_settings
+from dsjax.plan.settings import as_typed, run_tokens, with_settings
 from dsjax.plan.show import gib, seconds
 
 _REMATS = ("none", "dots", "full")
@@ -23,6 +24,8 @@ _REMATS = ("none", "dots", "full")
 _SLACK = 1.1
 # Of small models they are less so: where none seems to fit, the smallest of up to so many limits are tried.
 _HOPE = 1.5
+# Layouts of one mesh: near-equal microbatches would crowd out other meshes.
+_ALIKE = 2
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def search(
     """The fastest layout that fits: mesh axes, microbatches and recomputation; the batch stays.
 
     Args:
-      compiles: how many of the best by formulas are compiled, and ranked by what was compiled.
+      tokens: of the whole run, for days and money; the run's own by default.
+      compiles: how many that fit are compiled at least, the config's own layout first.
       progress: is told what is being compiled.
 
     Raises:
@@ -85,6 +89,7 @@ def search(
       OutOfDeviceMemory: no layout fits.
     """
     vocab_size = vocabulary(config)
+    tokens = tokens or run_tokens(config)
     possible = sorted(
         _estimated(config, target, vocab_size, tokens), key=lambda c: c.plan.forecast.step_seconds
     )
@@ -93,30 +98,96 @@ def search(
             f"{target.name}: no layout divides train.global_batch_size {config.train.global_batch_size} and the "
             f"model over {target.size} devices; use a multiple of {target.size}, or fewer devices"
         )
-    fitting = [c for c in possible if c.plan.memory.total <= _SLACK * c.plan.memory.limit]
-    compiler = aot.missing_for(target.chip.kind) is None
-    chosen = _varied(fitting, compiles) or (_smallest(possible, compiles) if compiler else [])
-    if not chosen:
-        least = min(possible, key=lambda c: c.plan.memory.total)
-        raise OutOfDeviceMemory(
-            f"{target.name}: no layout fits: the smallest takes about {gib(least.plan.memory.total)} of "
-            f"{gib(least.plan.memory.limit)} a device ({least.words}); use more or larger devices"
-        )
-    ranked = []
-    if compiler:
-        for candidate in chosen:
+    if aot.missing_for(target.chip.kind) is None:
+
+        def compiled(candidate: Candidate) -> Candidate:
             progress(f"compiling {candidate.words}")
-            ranked.append(_compiled(config, target, vocab_size, tokens, candidate))
+            return _compiled(config, target, vocab_size, tokens, candidate)
+
+        ranked = _explored(possible, _as_it_is(config, target, possible), compiles, compiled)
     else:
-        ranked = chosen
+        ranked = _varied([c for c in possible if c.plan.fits], compiles)
     ranked.sort(key=lambda c: (not c.plan.fits, c.plan.forecast.step_seconds))
-    if not ranked[0].plan.fits:
-        raise OutOfDeviceMemory(
-            f"{target.name}: none of the {len(ranked)} likeliest layouts fits once compiled; the nearest takes "
-            f"{gib(min(c.plan.memory.total for c in ranked))} of {gib(ranked[0].plan.memory.limit)} a device"
-        )
+    if not ranked or not ranked[0].plan.fits:
+        raise _nothing_fits(target, possible, ranked)
     winner = with_settings(config, ranked[0].settings)
-    return Found(winner, tuple(ranked), len(possible), len(fitting), tuple(reasons(ranked)))
+    fitting = sum(c.plan.fits for c in possible)
+    return Found(winner, tuple(ranked), len(possible), fitting, tuple(reasons(ranked)))
+
+
+def _nothing_fits(target: aot.Target, possible: list[Candidate], tried: list[Candidate]) -> OutOfDeviceMemory:
+    least = min(tried or possible, key=lambda c: c.plan.memory.total)
+    how = f"of the {len(tried)} that were compiled" if tried else "by formulas"
+    return OutOfDeviceMemory(
+        f"{target.name}: no layout fits: the smallest, {how}, takes {gib(least.plan.memory.total)} of "
+        f"{gib(least.plan.memory.limit)} a device ({least.words}); use more or larger devices"
+    )
+
+
+def _as_it_is(config: Config, target: aot.Target, possible: list[Candidate]) -> Candidate | None:
+    """The layout that the config has already, if it is one of those."""
+    try:
+        mesh = check_mesh(config, target)
+    except ConfigError:
+        return None
+    tensor, rows = mesh["tensor"], mesh["tensor_rows"]
+    settings = {
+        "mesh.data": mesh["data"],
+        "mesh.fsdp": mesh["fsdp"],
+        "mesh.context": mesh["context"],
+        "mesh.tensor": tensor if rows == 1 else [tensor, rows],
+        "train.gradient_accumulation_steps": config.train.gradient_accumulation_steps,
+        "train.remat": config.train.remat,
+    }
+    return next((c for c in possible if c.settings == settings), None)
+
+
+def _explored(
+    possible: list[Candidate],
+    first: Candidate | None,
+    compiles: int,
+    compiled: Callable[[Candidate], Candidate],
+) -> list[Candidate]:
+    """Compiles the likeliest layout again and again, correcting the formulas by what comes out.
+
+    One compiled layout corrects all of its kind (which axes cut tensors, what is recomputed) in time and
+    memory.  Ends after `compiles` that fit once none is expected to be faster, at the latest after three times as many.
+    """
+    learned: dict[Any, tuple[float, float]] = {}
+    tried: list[Candidate] = []
+    left = list(possible)
+
+    def expected(candidate: Candidate) -> tuple[float, float]:
+        slower, larger = learned.get(_kind(candidate), (1.0, 1 / _SLACK))
+        memory = candidate.plan.memory
+        return candidate.plan.forecast.step_seconds * slower, memory.total * larger / memory.limit
+
+    while left and len(tried) < 3 * compiles:
+        fitting = [c for c in tried if c.plan.fits]
+        new = [c for c in left if sum(c.plan.mesh == other.plan.mesh for other in fitting) < _ALIKE]
+        hopeful = [c for c in new if expected(c)[1] <= 1]
+        if not hopeful and not fitting:
+            near = [c for c in new if expected(c)[1] <= _HOPE]
+            hopeful = sorted(near, key=lambda c: expected(c)[1])[:1]
+        if not hopeful:
+            break
+        following = first if first in left else min(hopeful, key=expected)
+        fastest = min((c.plan.forecast.step_seconds for c in fitting), default=math.inf)
+        if len(fitting) >= compiles and expected(following)[0] >= fastest:
+            break
+        left.remove(following)
+        tried.append(compiled(following))
+        learned[_kind(following)] = (
+            tried[-1].plan.forecast.step_seconds / following.plan.forecast.step_seconds,
+            tried[-1].plan.memory.total / following.plan.memory.total,
+        )
+    return tried
+
+
+def _kind(candidate: Candidate) -> tuple[Any, ...]:
+    """What the formulas are wrong about alike."""
+    mesh = candidate.plan.mesh
+    return *(axis in mesh for axis in ("context", "tensor", "tensor_rows")), candidate.settings["train.remat"]
 
 
 def layouts(config: Config, target: aot.Target) -> Iterator[dict[str, Any]]:
@@ -170,21 +241,15 @@ def _estimated(
 
 
 def _varied(fitting: list[Candidate], number: int) -> list[Candidate]:
-    """The first few, of each mesh the two best: near-equal microbatches would crowd out other layouts."""
+    """The first few, of each mesh the two best."""
     taken: list[Candidate] = []
     for candidate in fitting:
         alike = [c for c in taken if c.plan.mesh == candidate.plan.mesh]
-        if len(alike) < 2:
+        if len(alike) < _ALIKE:
             taken.append(candidate)
         if len(taken) == number:
             break
     return taken
-
-
-def _smallest(possible: list[Candidate], number: int) -> list[Candidate]:
-    """Those of the least memory, of each mesh the two best, as far as there is hope for them."""
-    near = [c for c in possible if c.plan.memory.total <= _HOPE * c.plan.memory.limit]
-    return _varied(sorted(near, key=lambda c: c.plan.memory.total), number)
 
 
 def _compiled(

@@ -19,6 +19,11 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {key: getattr(config.train, key) for key in keys}
 
 
+def run_tokens(config: Config) -> float:
+    """Tokens of a whole run."""
+    return float(config.train.steps) * config.train.global_batch_size * config.train.sequence_length
+
+
 def with_money(
     forecast: Forecast,
     target: Target,

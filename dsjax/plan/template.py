@@ -74,6 +74,11 @@ def starting_config(model: str, target: Target) -> Config:
     return with_settings(chosen, {"optimizer.learning_rate": rate})
 
 
+def fits(config: Config, target: Target) -> bool:
+    """Whether a config's step fits on a cluster, by formulas."""
+    return analytic.memory(analytic.lay_out(config, target, _vocabulary(config))).fits
+
+
 def as_yaml(config: Config, target: Target, path: str) -> str:
     """The config's text: what was chosen, and how to go on."""
     train = ("steps", "global_batch_size", "sequence_length", "gradient_accumulation_steps", "remat")

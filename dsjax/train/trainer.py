@@ -19,7 +19,7 @@ from dsjax.checkpoint.disk import state_bytes
 from dsjax.config import Config, from_dict
 from dsjax.data import as_step_loader
 from dsjax.errors import ConfigError, Diverged, Preempted
-from dsjax.mesh import AXES, make_mesh
+from dsjax.mesh import make_mesh
 from dsjax.observe import check_sinks, peak_flops, write_report
 from dsjax.train import loop
 from dsjax.train.agreement import require_same_settings
@@ -260,8 +260,9 @@ class Trainer:
 
         config = self.config
         if mesh is not None:
-            values = {**dict.fromkeys(AXES, 1), **mesh}
-            config = config.model_copy(update={"mesh": type(config.mesh)(**values)})
+            section = type(config.mesh)
+            values = {**dict.fromkeys(section.model_fields, 1), **mesh}
+            config = config.model_copy(update={"mesh": section(**values)})
         return plan_recipe(self.program.recipe, config, batch, on, **more)
 
     # ---- saving --------------------------------------------------------------------------------

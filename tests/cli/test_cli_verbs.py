@@ -158,7 +158,7 @@ def test_ctrl_c_before_training_is_one_line(tmp_path):
         waiting.send_signal(signal.SIGINT)
         out, err = waiting.communicate(timeout=60)
     assert (waiting.returncode, out) == (130, "")
-    assert err == "dsjax: interrupted; nothing was saved by this call since its last checkpoint\n"
+    assert err == "dsjax: interrupted; a run goes on from its last checkpoint\n"
 
 
 @pytest.mark.parametrize(("unbuffered", "stored"), [("", False), ("1", True)])

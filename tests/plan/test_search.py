@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 from plan_runs import MODEL, small
@@ -12,7 +13,8 @@ from dsjax import aot
 from dsjax.config import dump, from_dict, load
 from dsjax.errors import ConfigError, OutOfDeviceMemory
 from dsjax.plan import analytic, estimate, plan
-from dsjax.plan.search import layouts, search
+from dsjax.plan.result import Forecast, MemoryUse
+from dsjax.plan.search import Candidate, _explored, layouts, search
 from dsjax.plan.settings import with_settings
 
 # Large enough that time is arithmetic, memory and links, small enough to compile many layouts of it.
@@ -93,12 +95,44 @@ def test_the_winner_is_the_best_of_all_that_were_compiled(all_compiled, monkeypa
     assert found.best.forecast.step_seconds <= 1.01 * best
 
 
+def candidate(seconds: float, total: int, remat: str, fsdp: int) -> Candidate:
+    """A layout by formulas, of a limit of 100 bytes."""
+    memory = MemoryUse(0, 0, 0, 0, 0, 0, total, 100, 100)
+    settings = {"mesh.fsdp": fsdp, "train.remat": remat}
+    return Candidate(settings, SimpleNamespace(forecast=Forecast(seconds, seconds, 0.0), memory=memory,
+        mesh={"fsdp": fsdp}, fits=total <= 100))  # fmt: skip
+
+
+def test_what_was_compiled_corrects_the_formulas_of_its_kind():
+    # By formulas `none` is fastest, but it takes twice the time and the memory that they say.
+    truth = {"none": (2.0, 2.0), "dots": (1.0, 1.0), "full": (1.0, 0.5)}
+    every = [candidate(1.0 + n / 100, 60, "none", n) for n in range(2, 9)]
+    every += [candidate(1.5 + n / 100, 80, "dots", n) for n in range(2, 5)]
+    every += [candidate(1.9, 40, "full", 2)]
+
+    def compiled(one: Candidate) -> Candidate:
+        slower, larger = truth[one.settings["train.remat"]]
+        plan, fsdp = one.plan, one.settings["mesh.fsdp"]
+        return candidate(
+            plan.forecast.step_seconds * slower,
+            int(plan.memory.total * larger),
+            one.settings["train.remat"],
+            fsdp,
+        )
+
+    tried = _explored(every, every[-1], 2, compiled)
+    assert tried[0].settings["train.remat"] == "full"  # the config's own comes first
+    assert [c.settings["train.remat"] for c in tried].count("none") == 1  # one is enough to know of all
+    fastest = min((c for c in tried if c.plan.fits), key=lambda c: c.plan.forecast.step_seconds)
+    assert fastest.settings == {"mesh.fsdp": 2, "train.remat": "dots"}
+
+
 def test_the_best_few_are_compiled_ranked_and_explained(tmp_path):
     told = []
     config = small(global_batch_size=8, sequence_length=64)
     found = search(config, aot.parse_target("cpu:2"), compiles=2, progress=told.append)
-    assert len(told) == len(found.ranked) == len(found.why) == 2
-    first, second = (candidate.plan for candidate in found.ranked)
+    assert 2 <= len(told) == len(found.ranked) == len(found.why) <= 6
+    first, second = (candidate.plan for candidate in found.ranked[:2])
     assert first.compiled and second.compiled
     assert first.forecast.step_seconds <= second.forecast.step_seconds
     assert "slower" in found.why[1] and found.ranked[1].words in found.why[1]
@@ -117,5 +151,5 @@ def test_what_cannot_be_is_one_line(by_formulas, tmp_path):
     chips = tmp_path / "chips.yaml"
     chips.write_text("tiny:\n  extends: cpu\n  memory: {bytes: 1000}\n")
     target = aot.parse_target("tiny:2", aot.load_chips(chips))
-    with pytest.raises(OutOfDeviceMemory, match="no layout fits: the smallest takes about"):
+    with pytest.raises(OutOfDeviceMemory, match="no layout fits: the smallest, by formulas, takes"):
         search(small(), target)

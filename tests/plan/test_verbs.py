@@ -62,6 +62,12 @@ def test_what_does_not_fit_ends_with_71(dsjax, tmp_path):
         ),
         ("plan c.yaml", "plan: missing option '--on' (see dsjax plan --help)"),
         ("plan c.yaml --on cpu:8 --chips none.yaml", "none.yaml: the file of chips cannot be read"),
+        ("plan c.yaml --on cpu:8 --tokens nan", "--tokens: takes a number above 0, got nan"),
+        ("plan c.yaml --on cpu:8 --tokens -1", "--tokens: takes a number above 0, got -1"),
+        (
+            "plan c.yaml --on cpu:8 --json none/p.json",
+            "none/p.json: cannot be written (there is no directory none)",
+        ),
         ("init --model llama3-9b --on 8xH100", "--model: no model is called llama3-9b; did you mean"),
         ("init --model llama3-8b --on 8xH100 --write c.yaml", "c.yaml: is there already"),
     ],
@@ -70,6 +76,11 @@ def test_a_fault_is_one_line(dsjax, words, line):
     code, out, err = dsjax(*words.split())
     assert (code, out) == (2, "")
     assert err.startswith(f"dsjax: {line}") and err.count("\n") == 1
+
+
+def test_init_says_where_nothing_fits(dsjax):
+    code, _, err = dsjax("init", "--model", "llama3-70b", "--on", "1xL40S")
+    assert code == 0 and "no layout was found with which it fits on 1xL40S" in err
 
 
 def test_init_writes_a_config_that_loads(dsjax, tmp_path):

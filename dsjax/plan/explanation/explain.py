@@ -32,6 +32,7 @@ from dsjax.plan.fit import changes_that_fit
 from dsjax.plan.measured import correction
 from dsjax.plan.planner import summary, target_of
 from dsjax.plan.result import Plan
+from dsjax.plan.settings import run_tokens
 from dsjax.precision import compute_dtype
 
 
@@ -140,8 +141,7 @@ def explain_run(
     Raises:
       ConfigError: a mesh or a batch that does not fit the cluster.
     """
-    train = config.train
-    tokens = tokens or float(train.steps) * train.global_batch_size * train.sequence_length
+    tokens = tokens or run_tokens(config)
     check_mesh(config, target)
     missing = aot.missing_for(target.chip.kind)
     if missing:
@@ -200,7 +200,7 @@ def _compile(
     chosen = aot.choose_options(target, options, mesh=None if mesh is None else mesh.shape)
     started = time.monotonic()
     lowered = aot.lower_for(target, traced.rejitted(step.tagged), *traced.leaves)
-    compiled = aot.compile_for(target, lowered, chosen.options)
+    compiled, chosen = aot.compile_chosen(target, lowered, chosen)
     seconds = time.monotonic() - started
     return CompiledStep(aot.inspect(compiled, mesh), seconds, chosen.options, tuple(chosen.notes))
 

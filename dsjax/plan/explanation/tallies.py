@@ -106,6 +106,9 @@ def excess(step: Step, compiled: Mapping[int, float]) -> tuple[Excess, ...]:
         asked[place] += o.flops * o.times if o.kind in (*PRODUCTS, ATTENTION) else 0.0
         done[place] += compiled.get(o.number, 0.0)
     found = [Excess(*place, flops, done[place]) for place, flops in asked.items() if flops]
+    more = sum(e.compiled_flops - e.flops for e in found)
+    if more <= _MATTERS * step.product_flops:
+        return ()  # equal products that XLA merged stand with one of their places
     over = [
         e for e in found if e.ratio > _MORE and e.compiled_flops - e.flops > _MATTERS * step.product_flops
     ]
