@@ -12,7 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from dsjax.config.schema import LARGEST_INT, Config, Takes
+from dsjax.config.fields import LARGEST_INT, Takes
+from dsjax.config.schema import Config
 from dsjax.config.yaml_core import Leaf, Tree, show
 
 # What other trainers call our keys; spelling alone does not lead from one to the other.

@@ -7,58 +7,29 @@ one section alone can check stands in its validators, what needs several section
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    model_validator,
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from dsjax.config.fields import (
+    AxisSize,
+    BelowOne,
+    Fraction,
+    NonEmpty,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OnlyOne,
+    PathList,
+    PatternList,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    Takes,
+    TensorSize,
+    fits_an_int,
+    not_zero,
+    one_or_many,
 )
-
-
-@dataclass(frozen=True)
-class Takes:
-    """What a field takes, in words, where its type and bounds do not say it well enough."""
-
-    text: str
-
-
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _not_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("is 0")
-    return value
-
-
-LARGEST_INT = 2**31 - 1  # steps and sizes are 32-bit integers on the device
-
-
-def _fits(value: int) -> int:
-    if value > LARGEST_INT:
-        raise ValueError(f"is above {LARGEST_INT}")
-    return value
-
-
-PositiveInt = Annotated[int, Field(ge=1), AfterValidator(_fits)]
-NonNegativeInt = Annotated[int, Field(ge=0), AfterValidator(_fits)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-NonEmpty = Annotated[str, Field(min_length=1), Takes("text that is not empty")]
-PathList = Annotated[list[NonEmpty], BeforeValidator(_one_or_many), Takes("a path or a list of paths")]
-PatternList = Annotated[
-    list[NonEmpty], BeforeValidator(_one_or_many), Takes("a pattern or a list of patterns")
-]
 
 
 class Section(BaseModel):
@@ -143,30 +114,6 @@ class ModelConfig(BaseModel):
 
 
 MESH_ALIASES = {"pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}
-AxisSize = Annotated[
-    int,
-    Field(ge=-1),
-    AfterValidator(_not_zero),
-    AfterValidator(_fits),
-    Takes("an integer >= 1, or -1 for the rest of the devices"),
-]
-
-
-def _tensor_size(value: Any) -> Any:
-    pair = isinstance(value, list | tuple)
-    sizes, least = (list(value), 1) if pair else ([value], -1)
-    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-    if not whole or (pair and len(sizes) != 2) or not all(least <= s <= LARGEST_INT and s for s in sizes):
-        raise ValueError("is no size and no pair of sizes")
-    return sizes if pair else value
-
-
-TensorSize = Annotated[
-    int | list[int],
-    PlainValidator(_tensor_size),
-    Takes("an integer >= 1, -1 for the rest of the devices, or two of them: [columns, rows]"),
-]
-OnlyOne = Annotated[int, Field(ge=1, le=1), Takes("1 in this version")]
 
 
 class MeshConfig(Section):
@@ -277,7 +224,7 @@ class DataConfig(Section):
         "bytes; bpe (a byte-pair tokenizer trained on the training documents and kept "
         "in data.cache_dir); or a tokenizer.json or its directory.",
     )
-    bpe_vocab_size: Annotated[int, Field(ge=258), AfterValidator(_fits)] = _described(
+    bpe_vocab_size: Annotated[int, Field(ge=258), AfterValidator(fits_an_int)] = _described(
         8192, "Vocabulary of the tokenizer trained by bpe, its 256 bytes and two special tokens included."
     )
     packing: Literal["pack", "concat", "none"] = _described(
@@ -335,8 +282,8 @@ class EvalConfig(Section):
     steps: Annotated[
         int,
         Field(ge=-1),
-        AfterValidator(_not_zero),
-        AfterValidator(_fits),
+        AfterValidator(not_zero),
+        AfterValidator(fits_an_int),
         Takes("an integer >= 1, or -1 for all"),
     ] = _described(-1, "Batches an evaluation; -1: all of the set.")
     sets: Annotated[
@@ -356,7 +303,7 @@ class EvalConfig(Section):
     )
     compressors: Annotated[
         list[Literal["gzip", "xz"]],
-        BeforeValidator(_one_or_many),
+        BeforeValidator(one_or_many),
         AfterValidator(_each_once),
         Takes("gzip, xz or a list of them, each once"),
     ] = _described(
@@ -365,7 +312,7 @@ class EvalConfig(Section):
         "is shown beside the model's bits per byte.",
     )
     samples: Annotated[
-        list[NonEmpty], BeforeValidator(_one_or_many), Takes("a prompt or a list of prompts")
+        list[NonEmpty], BeforeValidator(one_or_many), Takes("a prompt or a list of prompts")
     ] = _described([], "Prompts that the model goes on from at the end of the run.")
     sample_tokens: PositiveInt = _described(64, "Tokens to add to each of eval.samples at most.")
 

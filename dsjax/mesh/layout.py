@@ -110,7 +110,7 @@ class Layout:
         return self._largest_dimension(shape)
 
     def param_entries(self, names: Names, without: Sequence[str] = ()) -> P:
-        """PartitionSpec of a parameter whose dimensions have these names, some mesh axes left out."""
+        """PartitionSpec of a parameter whose dimensions have these names; without SHARD_AXES as it is used."""
         return P(*(self._entry(self.param_rules, name, without) for name in names))
 
     def _largest_dimension(self, shape: Sequence[int]) -> P:
@@ -120,13 +120,6 @@ class Layout:
             if axes and fitting:
                 return P(*(None,) * -max(fitting)[1], axes if len(axes) > 1 else axes[0])
         return P()
-
-    def compute_spec(self, path: str, shape: Sequence[int]) -> P:
-        """PartitionSpec of a parameter while it is used: gathered over `shard_axes`."""
-        names = self.names_of(path)
-        if names is None or len(names) != len(shape):
-            return P()
-        return self.param_entries(names, without=SHARD_AXES)
 
     def param_shardings(self, params: Any) -> Any:
         """The tree's shardings at rest; `params` may be abstract."""

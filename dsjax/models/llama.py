@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from pydantic import Field
 
-from dsjax.config.schema import BelowOne, PositiveFloat, PositiveInt, Section, Takes
+from dsjax.config.fields import BelowOne, PositiveFloat, PositiveInt, Takes
+from dsjax.config.schema import Section
 from dsjax.errors import ConfigError
 from dsjax.mesh import constrain, current_layout, gathered, zigzag_order
 from dsjax.models.attention import attention

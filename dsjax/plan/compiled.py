@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,14 +166,26 @@ def compile_program(
     program: Program, batch: Any, target: aot.Target, options: Mapping[str, Any] | None = None
 ) -> CompiledStep:
     """The same of a program and an abstract batch."""
-    chosen = aot.choose_options(target, options, mesh=program.mesh.shape)
+    return compile_jitted(*program.jitted_step(batch), target, options, program.mesh)
+
+
+def compile_jitted(
+    jitted: Any,
+    args: Sequence[Any],
+    target: aot.Target,
+    options: Mapping[str, Any] | None = None,
+    mesh: Any = None,
+) -> CompiledStep:
+    """The same of any jitted function and its abstract arguments.
+
+    Args:
+      mesh: over which it is compiled; by default that of its arguments.
+    """
+    chosen = aot.choose_options(target, options, mesh=None if mesh is None else mesh.shape)
     started = time.monotonic()
-    with aot.on(target):
-        lowered = program.lower_step(batch)
-    compiled, chosen = aot.compile_chosen(target, lowered, chosen)
+    compiled, chosen = aot.compile_chosen(target, aot.lower_for(target, jitted, *args), chosen)
     seconds = time.monotonic() - started
-    inspection = aot.inspect(compiled, program.mesh)
-    return CompiledStep(inspection, seconds, chosen.options, tuple(chosen.notes))
+    return CompiledStep(aot.inspect(compiled, mesh), seconds, chosen.options, tuple(chosen.notes))
 
 
 def vocabulary(config: Config) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from dsjax.plan.compiled import (
     Described,
     batch_like,
     check_mesh,
+    compile_jitted,
     compile_program,
     compile_step,
     describe,
@@ -77,12 +77,17 @@ def plan(
         found = summary(described, compile_step(described, options), tokens)
     except OutOfDeviceMemory as error:
         found = estimate(config, target, vocabulary(config), tokens, str(error))
-    if suggest and not found.fits:
-        changes = changes_that_fit(described, lambda other: _tried(other, tokens, options))
-        found = replace(found, changes=changes)
-        if not changes:
-            found = replace(found, notes=(*found.notes, NO_CHANGE))
-    return found
+    return with_changes(found, described, tokens, options) if suggest else found
+
+
+def with_changes(
+    found: Plan, described: Described, tokens: float, options: Mapping[str, Any] | None = None
+) -> Plan:
+    """The plan with what would make the step fit, each compiled, where it does not; itself where it does."""
+    if found.fits:
+        return found
+    changes = changes_that_fit(described, lambda other: _tried(other, tokens, options))
+    return replace(found, changes=changes, notes=found.notes if changes else (*found.notes, NO_CHANGE))
 
 
 def report(
@@ -109,11 +114,7 @@ def report(
       OutOfDeviceMemory: XLA finds no way to place the program in the chip's memory.
     """
     target = target_of(on, chips)
-    chosen = aot.choose_options(target, options)
-    started = time.monotonic()
-    compiled, chosen = aot.compile_chosen(target, aot.lower_for(target, jitted, *args), chosen)
-    seconds = time.monotonic() - started
-    step = CompiledStep(aot.inspect(compiled), seconds, chosen.options, tuple(chosen.notes))
+    step = compile_jitted(jitted, args, target, options)
     return _plan(target, step, {}, {}, model_flops, tokens_per_step, tokens)
 
 

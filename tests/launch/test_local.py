@@ -31,9 +31,15 @@ def command(workers: int, code: str) -> list[str]:
     ]
 
 
+def heed() -> None:
+    """Gives a child the signals back that the shell took away where tests run behind `nohup` or `&`."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(directory: Path, arguments: list[str], **more) -> subprocess.Popen[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("DSJAX_")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **more}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heed, **more}
     return subprocess.Popen(arguments, cwd=directory, env={**clean, "PYTHONPATH": str(ROOT)}, **pipes)
 
 

@@ -23,6 +23,7 @@ from dsjax.mesh import (
     use_layout,
     zigzag_order,
 )
+from dsjax.mesh.axes import SHARD_AXES
 
 
 def test_the_free_axis_takes_the_rest() -> None:
@@ -70,7 +71,7 @@ def test_a_parameter_without_names_is_cut_along_its_largest_dimension_that_divid
 def test_names_place_a_parameter_and_patterns_match() -> None:
     placed = Layout(make_mesh({"fsdp": 4, "tensor": 2}), {"layers/*/kernel": ("layers", "embed", "mlp")})
     assert placed.param_spec("layers/up/kernel", (3, 8, 4)) == P(None, "fsdp", "tensor")
-    assert placed.compute_spec("layers/up/kernel", (3, 8, 4)) == P(None, None, "tensor")
+    assert placed.param_entries(("layers", "embed", "mlp"), SHARD_AXES) == P(None, None, "tensor")
 
 
 def test_a_pair_cuts_matrices_along_both_dimensions() -> None:
@@ -79,7 +80,7 @@ def test_a_pair_cuts_matrices_along_both_dimensions() -> None:
     }  # fmt: skip
     placed = layout({"fsdp": 2, "tensor": [2, 2]}, w=("embed", "mlp"))
     assert placed.param_spec("w", (8, 8)) == P(("tensor_rows", "fsdp"), "tensor")
-    assert placed.compute_spec("w", (8, 8)) == P("tensor_rows", "tensor")
+    assert placed.param_entries(("embed", "mlp"), SHARD_AXES) == P("tensor_rows", "tensor")
     # What a product makes is cut over both axes, so it has to divide by both.
     with pytest.raises(
         ConfigError, match=r"w: dimension 1 \(mlp, 6\) .* mesh.tensor x tensor_rows 4"
@@ -91,7 +92,7 @@ def test_a_pair_cuts_matrices_along_both_dimensions() -> None:
 def test_parameters_are_cut_over_context_too() -> None:
     placed = layout({"fsdp": 2, "context": 2, "tensor": 2}, w=("embed", "mlp"))
     assert placed.param_spec("w", (8, 8)) == P(("fsdp", "context"), "tensor")
-    assert placed.compute_spec("w", (8, 8)) == P(None, "tensor")
+    assert placed.param_entries(("embed", "mlp"), SHARD_AXES) == P(None, "tensor")
     assert placed.param_spec("other", (3, 8)) == P(None, ("fsdp", "context"))
     assert placed.param_spec("other", (3, 2)) == P(None, "fsdp")
 

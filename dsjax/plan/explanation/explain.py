@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import jax
 from dsjax import aot
 from dsjax.config import Config
 from dsjax.errors import OutOfDeviceMemory
-from dsjax.plan.compiled import CompiledStep, Described, check_mesh, compile_step, describe, vocabulary
+from dsjax.plan.compiled import CompiledStep, Described, check_mesh, compile_jitted, describe, vocabulary
 from dsjax.plan.cost import Reached
 from dsjax.plan.estimate import estimate
 from dsjax.plan.explanation.fused import Compiled
@@ -28,9 +27,8 @@ from dsjax.plan.explanation.judged import Judged, judge
 from dsjax.plan.explanation.kept import Kept, kept
 from dsjax.plan.explanation.retrace import Traced, trace
 from dsjax.plan.explanation.tallies import Excess, LayerTypes, Tally, by_kind, by_layer, excess, layer_types
-from dsjax.plan.fit import changes_that_fit
 from dsjax.plan.measured import correction
-from dsjax.plan.planner import summary, target_of
+from dsjax.plan.planner import summary, target_of, with_changes
 from dsjax.plan.result import Plan
 from dsjax.plan.settings import run_tokens
 from dsjax.precision import compute_dtype
@@ -161,17 +159,9 @@ def explain_run(
         compiled = _compile(target, traced, step, options, described.program.mesh)
     except OutOfDeviceMemory as error:
         planned = estimate(config, target, vocabulary(config), tokens, str(error))
+        planned = with_changes(planned, described, tokens, options)
         return planned, _explained(target, traced, step, None, None, str(error))
-    planned = summary(described, compiled, tokens)
-    if not planned.fits:
-
-        def tried(other: Described) -> Plan | None:
-            try:
-                return summary(other, compile_step(other, options), tokens)
-            except OutOfDeviceMemory:
-                return None
-
-        planned = dataclasses.replace(planned, changes=changes_that_fit(described, tried))
+    planned = with_changes(summary(described, compiled, tokens), described, tokens, options)
     return planned, _explained(target, traced, step, compiled.inspection, None, "")
 
 
@@ -197,12 +187,7 @@ def _stand_in(config: Config, target: aot.Target) -> Described:
 def _compile(
     target: aot.Target, traced: Traced, step: Step, options: Mapping[str, Any] | None, mesh: Any
 ) -> CompiledStep:
-    chosen = aot.choose_options(target, options, mesh=None if mesh is None else mesh.shape)
-    started = time.monotonic()
-    lowered = aot.lower_for(target, traced.rejitted(step.tagged), *traced.leaves)
-    compiled, chosen = aot.compile_chosen(target, lowered, chosen)
-    seconds = time.monotonic() - started
-    return CompiledStep(aot.inspect(compiled, mesh), seconds, chosen.options, tuple(chosen.notes))
+    return compile_jitted(traced.rejitted(step.tagged), traced.leaves, target, options, mesh)
 
 
 def _explained(

@@ -135,11 +135,6 @@ def _matmul(primitive: str, params: Any, operands: Sequence[Array], results: Seq
     return results[0].size * lhs.shape[-1]
 
 
-def contracted_size(primitive: str, params: Any, operands: Sequence[Array], results: Sequence[Array]) -> int:
-    """How many products each element of a result sums."""
-    return round(_matmul(primitive, params, operands, results) / max(1, results[0].size))
-
-
 def _attention(primitive: str, params: Any, operands: Sequence[Array]) -> float:
     """cuDNN's attention over query [b, s, n, h] and key [b, t, k, h], or both with heads before positions."""
     query, key = operands[0].shape, operands[1].shape
