@@ -21,11 +21,15 @@ if TYPE_CHECKING:
         Preempted,
     )
     from dsjax.mesh import constrain
+    from dsjax.models.spec import Stages
+    from dsjax.models.stack import stacked
     from dsjax.train.trainer import Trainer
 
 _HOMES = {
     "Trainer": ("dsjax.train.trainer", "Trainer"),
+    "Stages": ("dsjax.models.spec", "Stages"),
     "constrain": ("dsjax.mesh", "constrain"),
+    "stacked": ("dsjax.models.stack", "stacked"),
     "load_config": ("dsjax.config", "load"),
     "DsjaxError": ("dsjax.errors", "DsjaxError"),
     "ConfigError": ("dsjax.errors", "ConfigError"),
@@ -46,9 +50,11 @@ __all__ = [
     "InternalError",
     "OutOfDeviceMemory",
     "Preempted",
+    "Stages",
     "Trainer",
     "constrain",
     "load_config",
+    "stacked",
 ]
 
 

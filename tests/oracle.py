@@ -15,17 +15,18 @@ import optax
 from dsjax.config import from_dict
 from dsjax.mesh import make_mesh, named_leaves
 from dsjax.models import build
-from dsjax.train.losses import language_model_loss
+from dsjax.train.losses import language_model_loss, language_model_stages
 from dsjax.train.optimizers import make_optimizer, make_schedule
 from dsjax.train.program import Program, Recipe
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("pipeline", "data", "fsdp", "context", "tensor")
 STEPS, BATCH, LENGTH, VOCAB = 5, 32, 32, 67
 # Five steps move a parameter by about its own size, and yet rounding is not blown up from step to step: at
 # 1e-2 gradients of one and the same program drifted from 4e-7 of each other at step 1 to 1e-5 at step 5.
 RATE = 3e-3
 PLAIN: Mapping[str, Any] = {
-    "data": 1, "fsdp": 1, "context": 1, "tensor": 1, "gradient_accumulation_steps": 1, "remat": "none",
+    "pipeline": (1, "1f1b"), "data": 1, "fsdp": 1, "context": 1, "tensor": 1,
+    "gradient_accumulation_steps": 1, "remat": "none",
     "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
     "window": None,
 }  # fmt: skip
@@ -34,8 +35,9 @@ COMPUTED = ("rows", "dropout", "tied", "optimizer", "window")
 
 
 def devices_of(settings: Mapping[str, Any]) -> int:
-    """Devices that the axes of (partial) settings make; `tensor` may be a pair."""
-    return int(np.prod([np.prod(settings.get(axis, 1)) for axis in AXES]))
+    """Devices that the axes of (partial) settings make; `tensor` may be a pair, `pipeline` names its schedule."""
+    stages = settings.get("pipeline", (1,))[0]
+    return stages * int(np.prod([np.prod(settings.get(axis, 1)) for axis in AXES[1:]]))
 
 
 @dataclass
@@ -49,9 +51,9 @@ class Trained:
 
 
 def model_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A Llama of three layers whose vocabulary does not divide by anything."""
+    """A Llama whose layers and vocabulary do not divide by anything."""
     return {
-        "kind": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8,
+        "kind": "llama", "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64, "vocab_size": VOCAB,
         "tie_word_embeddings": settings["tied"], "dropout": settings["dropout"],
         "sliding_window": settings["window"],
@@ -72,9 +74,19 @@ def config_of(settings: Mapping[str, Any]) -> Any:
                 "kind": settings["optimizer"], "learning_rate": RATE, "eps": 1e-4, "max_grad_norm": 1.0,
                 "schedule": {"warmup_steps": 2},
             },
-            "mesh": {axis: list(s) if isinstance(s := settings[axis], tuple) else s for axis in AXES},
+            "pipeline": pipeline_of(settings["pipeline"][1]),
+            "mesh": {
+                "pipeline": settings["pipeline"][0],
+                **{axis: list(s) if isinstance(s := settings[axis], tuple) else s for axis in AXES[1:]},
+            },
         }
     )  # fmt: skip
+
+
+def pipeline_of(schedule: str) -> dict[str, Any]:
+    """The pipeline's section; `1f1b_kept` keeps activations instead of computing a stage again."""
+    name = schedule.removesuffix("_kept")
+    return {"schedule": name, "recompute": name == schedule and name != "zero_bubble"}
 
 
 def keep_gradients() -> optax.GradientTransformation:
@@ -101,12 +113,16 @@ def program_of(settings: Mapping[str, Any], devices: Any = None, compute_dtype: 
         schedule=schedule,
         param_axes=spec.param_axes,
         remat_by_step=False,
+        stages=language_model_stages(spec.trunk, 48, train.remat),
     )
+    parts = settings["data"] * settings["fsdp"] * train.gradient_accumulation_steps
     return Program(
         recipe,
         make_mesh(config.mesh, devices),
         accumulation=train.gradient_accumulation_steps,
         fsdp_gather=train.fsdp_gather,
+        pipeline=config.pipeline,
+        rows_a_pass=BATCH // parts,
         max_grad_norm=config.optimizer.max_grad_norm,
         compute_dtype=compute_dtype,
         # How the devices share the work is settled before this level counts; compiling takes half the time.
@@ -153,8 +169,8 @@ def train(settings: Mapping[str, Any]) -> Trained:
         state, metrics = program.step(batch)(state, batch, program.votes(False))
         result.losses.append(float(metrics["loss"]))
         result.norms.append(float(metrics["grad_norm"]))
-        result.gradients.append(_named(state.opt_state[0].trace))
-    result.params = _named(state.params)
+        result.gradients.append(_named(program.in_order(state.opt_state[0].trace)))
+    result.params = _named(program.in_order(state.params))
     return result
 
 

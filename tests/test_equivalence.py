@@ -17,6 +17,16 @@ import pytest
 from oracle import AXES, BATCH, PLAIN, devices_of, on_one_device, train
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
+    "pipeline": (
+        (1, "1f1b"),
+        (2, "1f1b"),
+        (4, "1f1b"),
+        (4, "gpipe"),
+        (2, "interleaved"),
+        (2, "zero_bubble"),
+        (4, "zero_bubble"),
+        (2, "1f1b_kept"),
+    ),
     "data": (1, 2, 4),
     "fsdp": (1, 2, 4),
     "context": (1, 2, 4),
@@ -40,7 +50,11 @@ TOLERANCE = 1e-5
 def allowed(case: Mapping[str, Any]) -> bool:
     """Whether a (partial) case fits the devices and the batch."""
     parts = case.get("data", 1) * case.get("fsdp", 1) * case.get("gradient_accumulation_steps", 1)
-    return devices_of(case) <= DEVICES and BATCH % parts == 0
+    stages, schedule = case.get("pipeline", (1, "1f1b"))
+    remat = case.get("remat", "none")
+    if stages > 1 and (remat == "every_2" or (schedule == "zero_bubble" and remat != "none")):
+        return False  # refused, with the reason
+    return devices_of(case) <= DEVICES and BATCH % parts == 0 and BATCH // parts >= stages
 
 
 def pairs_of(case: Mapping[str, Any]) -> set[tuple[Any, ...]]:

@@ -135,9 +135,7 @@ class DiskCheckpoints:
           InputError: no such checkpoint, an unreadable one, or one of another model.
         """
         where = f"checkpoint {self.directory / str(step)}"
-        if step not in [c.step for c in listing(self.directory)]:
-            known = ", ".join(str(c.step) for c in listing(self.directory)) or "none"
-            raise InputError(f"{where} does not exist; steps stored there: {known}")
+        self._require(step)
         manager = self._open()
         wanted = to_stored(like)
         try:
@@ -153,6 +151,29 @@ class DiskCheckpoints:
             _hush_closed_loops()
             raise _unreadable(where, error) from error
         return from_stored(result[_STATE], like), dict(result[_META])
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """What was written beside the state of a step.
+
+        Raises:
+          InputError: no such checkpoint, or an unreadable one.
+        """
+        where = f"checkpoint {self.directory / str(step)}"
+        self._require(step)
+        try:
+            return dict(
+                ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(self.directory / str(step) / _META)
+            )
+        except Exception as error:
+            raise _unreadable(where, error) from error
+
+    def _require(self, step: int) -> None:
+        stored = [c.step for c in listing(self.directory)]
+        if step not in stored:
+            known = ", ".join(map(str, stored)) or "none"
+            raise InputError(
+                f"checkpoint {self.directory / str(step)} does not exist; steps stored there: {known}"
+            )
 
     def restore_part(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """Some top-level parts of a saved state (their names are `like`'s keys), placed as in `like`.

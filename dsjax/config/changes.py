@@ -15,6 +15,7 @@ FREE_ON_RESUME = (
     "run.resume",
     "runtime",
     "mesh",
+    "pipeline",
     "train.steps",
     "train.stop_after",
     "train.gradient_accumulation_steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 
 @dataclass(frozen=True)
@@ -74,3 +74,14 @@ TensorSize = Annotated[
     Takes("an integer >= 1, -1 for the rest of the devices, or two of them: [columns, rows]"),
 ]
 OnlyOne = Annotated[int, Field(ge=1, le=1), Takes("1 in this version")]
+
+
+class Section(BaseModel):
+    """A section of the config: unknown keys are refused, values are not coerced across types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, validate_default=True)
+
+
+def described(default: Any, text: str) -> Any:
+    """A field of a section: its default and the reference's line about it."""
+    return Field(default=default, description=text)

@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from dsjax.config.messages import faults_of, nearest, section_of, walk
-from dsjax.config.schema import MESH_ALIASES, Config, MeshConfig
+from dsjax.config.parallel import MESH_ALIASES, MeshConfig
+from dsjax.config.schema import Config
 from dsjax.config.yaml_core import (
     MAX_DEPTH,
     Leaf,

@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 
 from dsjax.config.changes import FREE_ON_RESUME
 from dsjax.config.messages import section_of, takes
-from dsjax.config.schema import MESH_ALIASES, Config, MixtureSource, ModelConfig
+from dsjax.config.parallel import MESH_ALIASES
+from dsjax.config.schema import Config, MixtureSource, ModelConfig
 
 _INTRODUCTION = """\
 # Config reference

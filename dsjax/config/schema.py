@@ -12,34 +12,24 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from dsjax.config.fields import (
-    AxisSize,
     BelowOne,
     Fraction,
     NonEmpty,
     NonNegativeFloat,
     NonNegativeInt,
-    OnlyOne,
     PathList,
     PatternList,
     PositiveFloat,
     PositiveInt,
+    Section,
     Seed,
     Takes,
-    TensorSize,
+    described,
     fits_an_int,
     not_zero,
     one_or_many,
 )
-
-
-class Section(BaseModel):
-    """A section of the config: unknown keys are refused, values are not coerced across types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, validate_default=True)
-
-
-def _described(default: Any, text: str) -> Any:
-    return Field(default=default, description=text)
+from dsjax.config.parallel import MeshConfig, PipelineConfig
 
 
 class RunConfig(Section):
@@ -49,15 +39,15 @@ class RunConfig(Section):
         str,
         Field(pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$"),
         Takes("a name that can be a folder's, without /"),
-    ] = _described("run", "Name of the run; part of the default directory.")
-    dir: NonEmpty | None = _described(None, "Directory of the run. Default: runs/NAME.")
-    seed: Seed = _described(0, "Seed of initialisation, data order and dropout.")
-    resume: Literal["auto", "never", "must"] = _described(
+    ] = described("run", "Name of the run; part of the default directory.")
+    dir: NonEmpty | None = described(None, "Directory of the run. Default: runs/NAME.")
+    seed: Seed = described(0, "Seed of initialisation, data order and dropout.")
+    resume: Literal["auto", "never", "must"] = described(
         "auto",
         "auto: go on from the newest checkpoint if there is one; never: refuse a directory that "
         "has checkpoints; must: refuse one that has none.",
     )
-    init_from: str | None = _described(
+    init_from: str | None = described(
         None, "Start with the parameters of another run's directory (weights only, step 0)."
     )
 
@@ -69,20 +59,20 @@ class RunConfig(Section):
 class RuntimeConfig(Section):
     """What the run runs on."""
 
-    platform: Literal["auto", "cpu", "gpu", "tpu"] = _described("auto", "Backend to use.")
-    cpu_devices: PositiveInt | None = _described(
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = described("auto", "Backend to use.")
+    cpu_devices: PositiveInt | None = described(
         None, "Simulate this many devices on the CPU (of each process)."
     )
-    distributed: Literal["auto", "none"] = _described(
+    distributed: Literal["auto", "none"] = described(
         "auto",
         "auto: join the cluster that the environment describes (SLURM, Open MPI, "
         "Kubernetes, dsjax launch); none: run alone whatever the environment says.",
     )
-    distributed_timeout: PositiveInt = _described(300, "Seconds to wait for the other processes at start.")
-    compilation_cache: str | None = _described(
+    distributed_timeout: PositiveInt = described(300, "Seconds to wait for the other processes at start.")
+    compilation_cache: str | None = described(
         "auto", "Directory of compiled programs; auto: the user's cache directory; null: none."
     )
-    xla_preset: Literal["auto", "none"] = _described(
+    xla_preset: Literal["auto", "none"] = described(
         "auto",
         "auto: XLA options measured to be good for this platform, each checked before it "
         "is used, the user's own XLA_FLAGS winning; none: XLA's defaults.",
@@ -98,12 +88,12 @@ class ModelConfig(BaseModel):
         str,
         Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.\-]*(:[A-Za-z_][A-Za-z0-9_]*)?$"),
         Takes("a family's name, or module:function"),
-    ] = _described(
+    ] = described(
         "llama",
         "A family (llama), or module:function of an installed or local module that "
         "returns a Flax model, called with the rest of this section.",
     )
-    config: str | None = _described(
+    config: str | None = described(
         None, "A Hugging Face config.json (or its directory) to read the size fields from."
     )
 
@@ -113,68 +103,28 @@ class ModelConfig(BaseModel):
         return dict(self.model_extra or {})
 
 
-MESH_ALIASES = {"pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}
-
-
-class MeshConfig(Section):
-    """Sizes of the mesh axes; one may be -1: all the devices that the others leave."""
-
-    pipeline: OnlyOne = _described(1, "Stages of depth.")
-    data: AxisSize = _described(1, "Replicas of the parameters, usually across nodes.")
-    fsdp: AxisSize = _described(-1, "Shards of parameters, gradients and optimizer state (ZeRO-3).")
-    context: AxisSize = _described(1, "Shards of the sequence.")
-    expert: OnlyOne = _described(1, "Shards of experts.")
-    tensor: TensorSize = _described(
-        1,
-        "Shards of matrices (attention heads, feed-forward, vocabulary); [columns, rows]: matrices are cut "
-        "along both their dimensions, and what is hidden between layers along the rows.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_aliases(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        named = {}
-        for key, value in data.items():
-            name = MESH_ALIASES.get(key, key)
-            if name in named:
-                raise ValueError(f"{name} is given twice ({key} is its short name)")
-            named[name] = value
-        if "fsdp" not in named and any(v == -1 for v in named.values()):
-            named["fsdp"] = 1
-        return named
-
-    @model_validator(mode="after")
-    def _one_axis_is_free(self) -> MeshConfig:
-        free = [name for name in type(self).model_fields if getattr(self, name) == -1]
-        if len(free) > 1:
-            raise ValueError(f"only one axis may be -1 (the rest of the devices), got {' and '.join(free)}")
-        return self
-
-
 class TrainConfig(Section):
     """How long, how much at a time, and what is recomputed."""
 
-    steps: PositiveInt = _described(1000, "Optimizer steps of the whole run.")
-    stop_after: PositiveInt | None = _described(
+    steps: PositiveInt = described(1000, "Optimizer steps of the whole run.")
+    stop_after: PositiveInt | None = described(
         None, "End this call after N more steps as a pre-emption would: saved, exit 75."
     )
-    global_batch_size: PositiveInt = _described(8, "Sequences (examples) a step over all devices.")
-    sequence_length: PositiveInt = _described(256, "Tokens of a sequence.")
-    gradient_accumulation_steps: PositiveInt = _described(
+    global_batch_size: PositiveInt = described(8, "Sequences (examples) a step over all devices.")
+    sequence_length: PositiveInt = described(256, "Tokens of a sequence.")
+    gradient_accumulation_steps: PositiveInt = described(
         1, "Microbatches a step; gradients are summed in fp32 and divided once."
     )
     remat: Annotated[
         str,
         Field(pattern=r"^(none|full|dots|every_[1-9][0-9]*)$"),
         Takes("none, full, dots or every_N (every_4, say)"),
-    ] = _described(
+    ] = described(
         "none",
         "What the backward pass recomputes: none, full (every layer), dots (all but "
         "matrix products), every_N (keeps one layer's input in N).",
     )
-    fsdp_gather: Literal["layer", "step"] = _described(
+    fsdp_gather: Literal["layer", "step"] = described(
         "layer", "Gather sharded parameters a layer at a time, or all of them once a step."
     )
 
@@ -195,53 +145,53 @@ class MixtureSource(Section):
     """One source of a weighted mixture."""
 
     paths: PathList = Field(description="Files, globs or directories.", min_length=1)
-    weight: PositiveFloat = _described(1.0, "Share of the rows drawn from this source (kept to within 1%).")
-    kind: FileKind | None = _described(None, "Kind of this source; default: data.kind.")
-    field: NonEmpty | None = _described(None, "Field of its records; default: data.field.")
-    name: NonEmpty | None = _described(None, "Name in reports and example ids; default: its first path.")
+    weight: PositiveFloat = described(1.0, "Share of the rows drawn from this source (kept to within 1%).")
+    kind: FileKind | None = described(None, "Kind of this source; default: data.kind.")
+    field: NonEmpty | None = described(None, "Field of its records; default: data.field.")
+    name: NonEmpty | None = described(None, "Name in reports and example ids; default: its first path.")
 
 
 class DataConfig(Section):
     """Where examples come from and how rows are made of them."""
 
-    kind: Literal["text", "jsonl", "chat", "parquet", "arrayrecord", "synthetic"] = _described(
+    kind: Literal["text", "jsonl", "chat", "parquet", "arrayrecord", "synthetic"] = described(
         "synthetic",
         "What the paths hold: text (a document a file); jsonl, parquet (a document a record, see "
         "field); chat (JSONL conversations, loss on the assistant's tokens only); arrayrecord "
         "(UTF-8 text records, or a directory that data build made). synthetic makes tokens from "
         "the seed, without files.",
     )
-    paths: PathList = _described(
+    paths: PathList = described(
         [], "Files, globs or directories; stdlib: is the source of this Python's library."
     )
-    field: NonEmpty | None = _described(
+    field: NonEmpty | None = described(
         None,
         "Field of a record that holds the text (default: text) or the conversation (default: messages).",
     )
-    mixture: list[MixtureSource] = _described([], "Weighted sources, instead of paths.")
-    tokenizer: NonEmpty = _described(
+    mixture: list[MixtureSource] = described([], "Weighted sources, instead of paths.")
+    tokenizer: NonEmpty = described(
         "bytes",
         "bytes; bpe (a byte-pair tokenizer trained on the training documents and kept "
         "in data.cache_dir); or a tokenizer.json or its directory.",
     )
-    bpe_vocab_size: Annotated[int, Field(ge=258), AfterValidator(fits_an_int)] = _described(
+    bpe_vocab_size: Annotated[int, Field(ge=258), AfterValidator(fits_an_int)] = described(
         8192, "Vocabulary of the tokenizer trained by bpe, its 256 bytes and two special tokens included."
     )
-    packing: Literal["pack", "concat", "none"] = _described(
+    packing: Literal["pack", "concat", "none"] = described(
         "pack",
         "pack: whole documents share rows, long ones go on in further rows; concat: documents end "
         "to end, cut into rows wherever they fall; none: one document a row, padded, what does not "
         "fit left out in training (never in evaluation).",
     )
-    shuffle: bool = _described(True, "Shuffle rows anew each epoch.")
-    holdout: BelowOne = _described(
+    shuffle: bool = described(True, "Shuffle rows anew each epoch.")
+    holdout: BelowOne = described(
         0.01, "Share of the documents held out for evaluation, the same for ever (by content)."
     )
-    cache_dir: str | None = _described(
+    cache_dir: str | None = described(
         None, "Where tokenised data is kept. Default: the user's cache directory."
     )
-    workers: NonNegativeInt = _described(2, "Threads that prepare batches ahead of the step.")
-    log_examples: bool = _described(False, "Write the ids of each step's examples.")
+    workers: NonNegativeInt = described(2, "Threads that prepare batches ahead of the step.")
+    log_examples: bool = described(False, "Write the ids of each step's examples.")
 
     @model_validator(mode="after")
     def _sources_are_given(self) -> DataConfig:
@@ -261,8 +211,8 @@ class EvalSet(Section):
     """A named evaluation set."""
 
     paths: PathList = Field(description="Files, globs or directories.", min_length=1)
-    kind: FileKind | None = _described(None, "Kind of its files; default: data.kind.")
-    field: NonEmpty | None = _described(None, "Field of its records; default: data.field.")
+    kind: FileKind | None = described(None, "Kind of its files; default: data.kind.")
+    field: NonEmpty | None = described(None, "Field of its records; default: data.field.")
 
 
 def _paths_alone(value: Any) -> Any:
@@ -278,14 +228,14 @@ def _each_once(values: list[str]) -> list[str]:
 class EvalConfig(Section):
     """Evaluation on held-out data."""
 
-    every: NonNegativeInt = _described(0, "Evaluate every N steps and at the end; 0: never.")
+    every: NonNegativeInt = described(0, "Evaluate every N steps and at the end; 0: never.")
     steps: Annotated[
         int,
         Field(ge=-1),
         AfterValidator(not_zero),
         AfterValidator(fits_an_int),
         Takes("an integer >= 1, or -1 for all"),
-    ] = _described(-1, "Batches an evaluation; -1: all of the set.")
+    ] = described(-1, "Batches an evaluation; -1: all of the set.")
     sets: Annotated[
         dict[
             NonEmpty,
@@ -296,7 +246,7 @@ class EvalConfig(Section):
             ],
         ],
         Takes("a mapping of set names to paths, or to {paths, kind, field}"),
-    ] = _described(
+    ] = described(
         {},
         "Named evaluation sets beside the held-out slice of data (which is named heldout): name: "
         "paths, or name: {paths, kind, field}.",
@@ -306,15 +256,15 @@ class EvalConfig(Section):
         BeforeValidator(one_or_many),
         AfterValidator(_each_once),
         Takes("gzip, xz or a list of them, each once"),
-    ] = _described(
+    ] = described(
         [],
         "At the end of the run, what each of these (at its highest level) makes of the held-out text "
         "is shown beside the model's bits per byte.",
     )
     samples: Annotated[
         list[NonEmpty], BeforeValidator(one_or_many), Takes("a prompt or a list of prompts")
-    ] = _described([], "Prompts that the model goes on from at the end of the run.")
-    sample_tokens: PositiveInt = _described(64, "Tokens to add to each of eval.samples at most.")
+    ] = described([], "Prompts that the model goes on from at the end of the run.")
+    sample_tokens: PositiveInt = described(64, "Tokens to add to each of eval.samples at most.")
 
     @model_validator(mode="after")
     def _heldout_is_taken(self) -> EvalConfig:
@@ -326,28 +276,28 @@ class EvalConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the steps; each kind begins with a linear warm-up."""
 
-    kind: Literal["constant", "cosine", "linear", "wsd"] = _described("cosine", "Shape of the decay.")
-    warmup_steps: NonNegativeInt = _described(500, "Steps of linear warm-up from 0.")
-    decay_steps: PositiveInt | None = _described(
+    kind: Literal["constant", "cosine", "linear", "wsd"] = described("cosine", "Shape of the decay.")
+    warmup_steps: NonNegativeInt = described(500, "Steps of linear warm-up from 0.")
+    decay_steps: PositiveInt | None = described(
         None,
         "Steps of decay: cosine and linear reach the minimum after warm-up plus this many "
         "(default: the rest of the run); wsd decays over the last this many (default: a tenth).",
     )
-    min_lr_ratio: Fraction = _described(0.1, "Learning rate at the end over its peak.")
+    min_lr_ratio: Fraction = described(0.1, "Learning rate at the end over its peak.")
 
 
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
-    kind: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = _described("adamw", "optax optimizer.")
-    learning_rate: NonNegativeFloat = _described(3e-4, "Peak learning rate.")
-    beta1: BelowOne = _described(0.9, "Decay of the first moment (momentum of sgd and muon).")
-    beta2: BelowOne = _described(0.95, "Decay of the second moment.")
-    eps: PositiveFloat = _described(1e-8, "Added to the denominator.")
-    weight_decay: NonNegativeFloat = _described(0.1, "Decoupled decay, on matrices only.")
-    max_grad_norm: PositiveFloat | None = _described(1.0, "Clip the global gradient norm; null: do not.")
-    state_dtype: Literal["float32"] = _described("float32", "Type of the moments.")
-    trainable: PatternList = _described(
+    kind: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = described("adamw", "optax optimizer.")
+    learning_rate: NonNegativeFloat = described(3e-4, "Peak learning rate.")
+    beta1: BelowOne = described(0.9, "Decay of the first moment (momentum of sgd and muon).")
+    beta2: BelowOne = described(0.95, "Decay of the second moment.")
+    eps: PositiveFloat = described(1e-8, "Added to the denominator.")
+    weight_decay: NonNegativeFloat = described(0.1, "Decoupled decay, on matrices only.")
+    max_grad_norm: PositiveFloat | None = described(1.0, "Clip the global gradient norm; null: do not.")
+    state_dtype: Literal["float32"] = described("float32", "Type of the moments.")
+    trainable: PatternList = described(
         [],
         "Path patterns (as in layers/*/kernel) of the parameters to train; empty: all. Frozen "
         "parameters take no optimizer memory.",
@@ -358,29 +308,27 @@ class OptimizerConfig(Section):
 class PrecisionConfig(Section):
     """Number formats."""
 
-    policy: Literal["auto", "fp32", "bf16"] = _described(
+    policy: Literal["auto", "fp32", "bf16"] = described(
         "auto", "Type of matrix products. auto: bf16 on GPU and TPU, fp32 on CPU."
     )
-    params: Literal["float32"] = _described("float32", "Type of the master parameters.")
+    params: Literal["float32"] = described("float32", "Type of the master parameters.")
 
 
 class StabilityConfig(Section):
     """What happens when numbers go wrong."""
 
-    on_nonfinite: Literal["skip"] = _described(
+    on_nonfinite: Literal["skip"] = described(
         "skip", "A step whose loss or gradient is not finite changes no parameter."
     )
-    give_up_after: PositiveInt = _described(
-        10, "End with exit code 3 after this many skipped steps in a row."
-    )
+    give_up_after: PositiveInt = described(10, "End with exit code 3 after this many skipped steps in a row.")
 
 
 class DiskConfig(Section):
     """Checkpoints on disk."""
 
-    every: NonNegativeInt = _described(500, "Save every N steps, and at the end; 0: only at the end.")
-    keep: PositiveInt = _described(3, "Keep the newest N.")
-    path: str | None = _described(None, "Directory. Default: checkpoints in the run directory.")
+    every: NonNegativeInt = described(500, "Save every N steps, and at the end; 0: only at the end.")
+    keep: PositiveInt = described(3, "Keep the newest N.")
+    path: str | None = described(None, "Directory. Default: checkpoints in the run directory.")
 
 
 class CheckpointConfig(Section):
@@ -392,26 +340,26 @@ class CheckpointConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases."""
 
-    project: str | None = _described(None, "Project to log to; null: do not log.")
-    entity: str | None = _described(None, "Team or user.")
-    mode: Literal["online", "offline"] = _described("online", "offline writes to disk only.")
+    project: str | None = described(None, "Project to log to; null: do not log.")
+    entity: str | None = described(None, "Team or user.")
+    mode: Literal["online", "offline"] = described("online", "offline writes to disk only.")
 
 
 class ProfileConfig(Section):
     """A trace of some steps for TensorBoard or Perfetto, in the run directory."""
 
-    start: PositiveInt | None = _described(None, "First step to trace; null: no trace.")
-    steps: PositiveInt = _described(3, "Steps to trace.")
+    start: PositiveInt | None = described(None, "First step to trace; null: no trace.")
+    steps: PositiveInt = described(3, "Steps to trace.")
 
 
 class ObserveConfig(Section):
     """What is shown and recorded."""
 
-    log_every: PositiveInt = _described(10, "Steps between lines of metrics.jsonl and of progress.")
-    progress: Literal["auto", "rich", "plain", "none"] = _described(
+    log_every: PositiveInt = described(10, "Steps between lines of metrics.jsonl and of progress.")
+    progress: Literal["auto", "rich", "plain", "none"] = described(
         "auto", "auto: a live bar on a terminal, plain lines elsewhere."
     )
-    tensorboard: bool = _described(False, "Also write TensorBoard events (extra: track).")
+    tensorboard: bool = described(False, "Also write TensorBoard events (extra: track).")
     wandb: WandbConfig = Field(default_factory=WandbConfig, description="Weights & Biases (extra: track).")
     prometheus_port: int | None = Field(
         default=None, ge=1, le=65535, description="Serve metrics to Prometheus on this port."
@@ -426,6 +374,7 @@ class Config(Section):
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig, description="Backend and processes.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     mesh: MeshConfig = Field(default_factory=MeshConfig, description="Mesh axes.")
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Pipeline stages.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="Training.")
     data: DataConfig = Field(default_factory=DataConfig, description="Data.")
     eval: EvalConfig = Field(default_factory=EvalConfig, description="Evaluation.")

@@ -50,12 +50,19 @@ class Layout:
       fsdp_gather: "layer" (gather as layers run) or "step" (once, before the first layer).
       gather_dtype: type in which named matrices are gathered and their gradients scattered: the one they
         are used in; None: their own.
+      stacked: path of the stack of layers whose leading dimension is cut over `pipeline`; None: there is none.
+      local: mesh axes that the code being traced is already inside of (the body of a shard_map over them); no
+        spec names them then.
+      places: with `local`, path -> where a parameter lies at rest.
     """
 
     mesh: Mesh
     param_axes: Mapping[str, Names] = field(default_factory=dict)
     fsdp_gather: str = "layer"
     gather_dtype: Any = None
+    stacked: str | None = None
+    local: frozenset[str] = frozenset()
+    places: Mapping[str, P] = field(default_factory=dict)
     param_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PARAM_RULES)
     activation_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ACTIVATION_RULES)
 
@@ -63,9 +70,18 @@ class Layout:
         """Devices along a mesh axis."""
         return self.mesh.shape[axis]
 
+    @property
+    def alone(self) -> bool:
+        """Whether no axis is left over which anything could be cut here."""
+        return all(size == 1 or axis in self.local for axis, size in self.mesh.shape.items())
+
+    def _cut(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of more than one device that are not left behind already."""
+        return tuple(a for a in axes if self.mesh.shape[a] > 1 and a not in self.local)
+
     def active(self, name: str) -> tuple[str, ...]:
         """The mesh axes of more than one device over which an activation's axis is cut."""
-        return tuple(a for a in _axes_of(self.activation_rules, name) if self.mesh.shape[a] > 1)
+        return self._cut(_axes_of(self.activation_rules, name))
 
     def fitting(self, name: str | None, extent: int) -> tuple[str, ...]:
         """The axes over which an activation's dimension of this extent is cut: the first that divide it."""
@@ -85,12 +101,35 @@ class Layout:
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """The mesh axes of more than one device over which parameters are gathered to be used."""
-        return tuple(a for a in SHARD_AXES if self.mesh.shape[a] > 1)
+        return self._cut(SHARD_AXES)
+
+    @property
+    def gather_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which a parameter is still cut where a layer gets it."""
+        axes = SHARD_AXES if self.fsdp_gather == "layer" else ()
+        return tuple(a for a in axes if self.mesh.shape[a] > 1)
+
+    def place(self, spec: P) -> NamedSharding:
+        """A sharding over the mesh as it is seen from here."""
+        return NamedSharding(jax.sharding.get_abstract_mesh() if self.local else self.mesh, spec)
+
+    def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` over each device's own part of its arguments; itself where nothing is cut."""
+        if self.alone:
+            return function
+        return jax.shard_map(
+            function,
+            mesh=jax.sharding.get_abstract_mesh() if self.local else self.mesh,
+            axis_names=set(AXES) - self.local,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
 
     def _entry(
         self, rules: Mapping[str, tuple[str, ...]], name: str | None, without: Sequence[str] = ()
     ) -> tuple[str, ...] | str | None:
-        axes = tuple(a for a in _axes_of(rules, name) if self.mesh.shape[a] > 1 and a not in without)
+        axes = tuple(a for a in self._cut(_axes_of(rules, name)) if a not in without)
         return (axes[0] if len(axes) == 1 else axes) or None
 
     def names_of(self, path: str) -> Names | None:
@@ -105,9 +144,37 @@ class Layout:
     def param_spec(self, path: str, shape: Sequence[int]) -> P:
         """PartitionSpec of a parameter at rest (also of its gradient and optimizer state)."""
         names = self.names_of(path)
-        if names is not None and len(names) == len(shape):
-            return self.param_entries(names)
-        return self._largest_dimension(shape)
+        if names is not None and len(names) != len(shape):
+            names = None
+
+        def cut(skip: int) -> P:
+            return (
+                self._largest_dimension(shape[skip:]) if names is None else self.param_entries(names[skip:])
+            )
+
+        if self.axis_size("pipeline") == 1:
+            return cut(0)
+        return P("pipeline", *cut(1)) if self.in_stack(path) else self._over_stages(cut(0), shape)
+
+    def in_stack(self, path: str) -> bool:
+        """Whether a variable is one of the stack of layers that the stages share."""
+        return self.stacked is not None and f"{path}/".startswith(f"{self.stacked}/")
+
+    def _over_stages(self, spec: P, shape: Sequence[int]) -> P:
+        """The place of what all stages hold, cut over them too: along the largest dimension that divides."""
+        entries = [axes_of_entry(entry) for entry in spec] + [()] * (len(shape) - len(spec))
+        stages = self.axis_size("pipeline")
+
+        def divides(i: int) -> bool:
+            return shape[i] % (stages * math.prod(self.mesh.shape[a] for a in entries[i])) == 0
+
+        fitting = [(extent, -i) for i, extent in enumerate(shape) if extent and divides(i)]
+        if fitting:
+            axes = entries[i := -max(fitting)[1]]
+            # Before `context`, over which the compiler gathers later, inside the stages.
+            at = axes.index("context") if "context" in axes else len(axes)
+            entries[i] = (*axes[:at], "pipeline", *axes[at:])
+        return P(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
     def param_entries(self, names: Names, without: Sequence[str] = ()) -> P:
         """PartitionSpec of a parameter whose dimensions have these names; without SHARD_AXES as it is used."""
@@ -229,10 +296,10 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     A dimension that its axes do not divide is cut over the first of them that do.
     """
     layout = _current.get()
-    if layout is None or layout.mesh.size == 1:
+    if layout is None or layout.alone:
         return x
     spec = P(*(layout.fitting(name, extent) or None for name, extent in zip(names, x.shape, strict=True)))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+    return jax.lax.with_sharding_constraint(x, layout.place(spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -266,7 +333,7 @@ def gathered(tree: Any, prefix: str = "") -> Any:
       prefix: the tree's path in the model, as in the model's table ("layers").
     """
     layout = _current.get()
-    if layout is None or not layout.shard_axes or layout.fsdp_gather == "step":
+    if layout is None or not layout.gather_axes:
         return tree
     return map_named(lambda path, leaf: _gather_one(layout, f"{prefix}/{path}".strip("/"), leaf), tree)
 
@@ -274,7 +341,7 @@ def gathered(tree: Any, prefix: str = "") -> Any:
 def gather_all(params: Any) -> Any:
     """The whole model's parameters gathered at once (`fsdp_gather: step`)."""
     layout = _current.get()
-    if layout is None or not layout.shard_axes:
+    if layout is None or not any(layout.mesh.shape[a] > 1 for a in SHARD_AXES):
         return params
     return map_named(lambda path, leaf: _gather_one(layout, path, leaf), params)
 
@@ -294,8 +361,28 @@ def _gather_one(layout: Layout, path: str, leaf: Any) -> Any:
     if layout.gather_dtype is not None and len([n for n in names or () if n != "layers"]) >= 2:
         # Half the bytes on the wire; left to itself the compiler casts some of them after the gather.
         leaf = leaf.astype(layout.gather_dtype)
-    places = tuple(NamedSharding(layout.mesh, spec) for spec in back)
-    return _resharded(leaf, NamedSharding(layout.mesh, used), places)
+    if not layout.alone:
+        leaf = _resharded(leaf, layout.place(used), tuple(layout.place(spec) for spec in back))
+    return gather_local(layout, path, leaf, SHARD_AXES)
+
+
+def gather_local(layout: Layout, path: str, leaf: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """A parameter gathered over those of the axes that are left behind; its gradient is summed and scattered.
+
+    Args:
+      leaf: this device's part; of a stacked parameter also the slice of one layer.
+    """
+    spec = layout.places.get(path, P())
+    entries = spec[len(spec) - leaf.ndim :] if len(spec) > leaf.ndim else spec
+    for dimension, entry in enumerate(entries):
+        for axis in reversed(axes_of_entry(entry)):
+            if axis in axes and axis in layout.local:
+                leaf = jax.lax.all_gather(leaf, axis, axis=dimension, tiled=True)
+    return leaf
+
+
+def axes_of_entry(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _way_back(layout: Layout) -> list[tuple[str, ...]]:
@@ -326,16 +413,10 @@ def manual(
       The function of global arrays; `function` itself where there is one device or no layout.
     """
     layout = _current.get()
-    if layout is None or layout.mesh.size == 1:
+    if layout is None or layout.alone:
         return function
     single = all(name is None or isinstance(name, str) for name in out_names)
     out_specs: Any = (
         layout.spec(out_names) if single else tuple(layout.spec(names) for names in out_names)  # type: ignore[arg-type]
     )
-    return jax.shard_map(
-        function,
-        mesh=layout.mesh,
-        in_specs=tuple(layout.spec(names) for names in in_names),
-        out_specs=out_specs,
-        check_vma=False,
-    )
+    return layout.shard_map(function, tuple(layout.spec(names) for names in in_names), out_specs)

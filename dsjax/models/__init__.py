@@ -13,11 +13,11 @@ from dsjax.config.messages import nearest, takes, unknown_key
 from dsjax.config.schema import ModelConfig
 from dsjax.config.yaml_core import show
 from dsjax.errors import ConfigError, InputError
-from dsjax.models.llama import Llama, LlamaConfig, param_axes
-from dsjax.models.spec import ModelSpec
+from dsjax.models.llama import Llama, LlamaConfig, param_axes, trunk
+from dsjax.models.spec import ModelSpec, Stages, Trunk
 from dsjax.models.user import users_model
 
-__all__ = ["FAMILIES", "Llama", "LlamaConfig", "ModelSpec", "build"]
+__all__ = ["FAMILIES", "Llama", "LlamaConfig", "ModelSpec", "Stages", "Trunk", "build"]
 
 FAMILIES = ("llama",)
 # In the chunked cross-entropy logits of so many bytes a device exist at a time, of 128 tokens at least and
@@ -53,7 +53,7 @@ def build(
       InputError: a config.json that cannot be read.
     """
     if ":" in config.kind:
-        return users_model(config.kind, config.fields)
+        return users_model(config.kind, config.fields, remat)
     if config.kind not in FAMILIES:
         near = nearest(config.kind, FAMILIES)
         hint = f"did you mean {near}?" if near else f"it takes {', '.join(FAMILIES)} or module:function"
@@ -76,6 +76,7 @@ def _llama(fields: Mapping[str, Any], platform: str, remat: str, max_length: int
         cross_entropy_chunk=max(128, chunk),
         has_hidden=True,
         remat_by_layer=True,
+        trunk=trunk(llama),
     )
 
 

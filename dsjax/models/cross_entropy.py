@@ -77,7 +77,7 @@ class _Setting:
         hidden: tuple[int, ...], kernel: tuple[int, ...], vocab_size: int, dtype: Any, chunk: int
     ) -> _Setting:
         layout, padded = current_layout(), kernel[1] > vocab_size
-        if layout is None or layout.mesh.size == 1:
+        if layout is None or layout.alone:
             return _Setting(vocab_size, dtype, chunk, padded, None)
 
         batch = cut_axes(layout, "batch", hidden[0])
@@ -101,13 +101,7 @@ class _Setting:
         outputs: Any = P()
         if gradients:
             outputs = (P(), P(*tokens, None), P(self.scatter_axes or None, vocab))
-        return jax.shard_map(
-            function,
-            mesh=self.layout.mesh,
-            in_specs=(P(*tokens, None), P(None, vocab), tokens, tokens),
-            out_specs=outputs,
-            check_vma=False,
-        )
+        return self.layout.shard_map(function, (P(*tokens, None), P(None, vocab), tokens, tokens), outputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

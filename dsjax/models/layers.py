@@ -93,7 +93,7 @@ def _flat(x_bsd: jax.Array) -> jax.Array:
 
 def _alone() -> bool:
     layout = current_layout()
-    return layout is None or layout.mesh.size == 1
+    return layout is None or layout.alone
 
 
 def gather_sequence(x_bsd: jax.Array) -> jax.Array:
@@ -134,14 +134,15 @@ def _lookup(table_vd: jax.Array, tokens_bs: jax.Array, dtype: Any) -> jax.Array:
     change places, which moves a vector a token instead of the whole table, forward and backward.
     """
     layout = current_layout()
-    if layout is None or layout.mesh.size == 1:
+    if layout is None or (layout.alone and not layout.gather_axes):
         return jnp.take(table_vd, tokens_bs, axis=0, mode="clip").astype(dtype)
     cut_rows = layout.axis_size("tensor") > 1
     batch = cut_axes(layout, "batch", tokens_bs.shape[0])
     sequence = cut_axes(layout, "sequence", tokens_bs.shape[1])
-    columns = layout.shard_axes if layout.fsdp_gather == "layer" else ()
+    columns = layout.gather_axes
     # The dimension of the tokens along which peers hold others of them, the last axis of the columns first.
-    peers = [(axis, 0 if axis in batch else 1) for axis in columns[::-1] if axis in (*batch, *sequence)]
+    cut = (*batch, *sequence, *layout.local)
+    peers = [(axis, 1 if axis in sequence else 0) for axis in columns[::-1] if axis in cut]
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
         for axis, dimension in peers:
@@ -162,13 +163,9 @@ def _lookup(table_vd: jax.Array, tokens_bs: jax.Array, dtype: Any) -> jax.Array:
         return found
 
     tokens_spec, rows = P(batch or None, sequence or None), layout.active("embed")
-    return jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(P("tensor" if cut_rows else None, (*rows, *columns) or None), tokens_spec),
-        out_specs=P(*tokens_spec, rows or None),
-        check_vma=False,
-    )(table_vd, tokens_bs)
+    held = (*rows, *(axis for axis in columns if axis not in layout.local))
+    in_specs = (P("tensor" if cut_rows else None, held or None), tokens_spec)
+    return layout.shard_map(local, in_specs, P(*tokens_spec, rows or None))(table_vd, tokens_bs)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

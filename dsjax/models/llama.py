@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from pydantic import Field
 
-from dsjax.config.fields import BelowOne, PositiveFloat, PositiveInt, Takes
-from dsjax.config.schema import Section
+from dsjax.config.fields import BelowOne, PositiveFloat, PositiveInt, Section, Takes
 from dsjax.errors import ConfigError
 from dsjax.mesh import constrain, current_layout, gathered, zigzag_order
 from dsjax.models.attention import attention
@@ -28,6 +27,7 @@ from dsjax.models.layers import (
     xavier_uniform,
 )
 from dsjax.models.rotary import Rotary, Tables, check_scaling, rotate
+from dsjax.models.spec import Trunk
 from dsjax.models.stack import run_stacked, stacked
 
 # Columns of the vocabulary are padded to a multiple of this, so that they divide over any mesh.
@@ -132,6 +132,12 @@ class LlamaConfig(Section):
             raise ConfigError(faults)
         check_scaling(self.scaling, "model.rope_parameters" if self.rope_parameters else "model.rope_scaling")
 
+    @property
+    def rotary(self) -> Rotary:
+        """The rotary positions of a head."""
+        scaling = tuple((self.scaling or {}).items())
+        return Rotary(self.head_size, self.theta, scaling, self.max_position_embeddings)
+
     def matrix_init(self, inputs: int, outputs: int) -> Init:
         """How a matrix of so many inputs and outputs is drawn."""
         if self.init == "xavier_uniform":
@@ -213,18 +219,17 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, remat: str = "none", unroll: bool = False, rngs: nnx.Rngs):
         self.remat, self.unroll = remat, unroll
         self.vocab_size = config.vocab_size
-        self.rotary = Rotary(
-            config.head_size,
-            config.theta,
-            tuple((config.scaling or {}).items()),
-            config.max_position_embeddings,
-        )
+        self.rotary = config.rotary
         d, padded = config.hidden_size, config.padded_vocab
         init = config.matrix_init(d, config.vocab_size)
         self.embed = Embedding(padded, d, init=init, rngs=rngs)
         self.layers = stacked(lambda rngs: Layer(config, rngs=rngs), config.num_hidden_layers, rngs)
         self.norm = RMSNorm(d, eps=config.rms_norm_eps, rngs=rngs)
         self.head = None if config.tie_word_embeddings else Linear((d,), (padded,), init=init, rngs=rngs)
+
+    def embedded(self, tokens_bs: jax.Array) -> jax.Array:
+        """The input [b, s, d] of the first layer for int32 tokens."""
+        return constrain(self.embed(tokens_bs), "batch", "residual", "embed")
 
     def hidden(
         self,
@@ -248,13 +253,12 @@ class Llama(nnx.Module):
             order = zigzag_order(length, layout.axis_size("context")) if zigzag and layout else range(length)
             positions_bs = jnp.asarray(order)[None]
         rope = self.rotary.tables(positions_bs)
-        x_bsd = constrain(self.embed(tokens_bs), "batch", "residual", "embed")
         x_bsd = run_stacked(
             self.layers,
-            x_bsd,
+            self.embedded(tokens_bs),
             lambda layer, x: layer(x, rope, segment_ids_bs, zigzag),
             remat=self.remat,
-            unroll=self.unroll and (layout is None or layout.mesh.size == 1),
+            unroll=self.unroll and (layout is None or layout.alone),
         )
         return self.norm(x_bsd, "norm")
 
@@ -270,3 +274,14 @@ class Llama(nnx.Module):
         kernel = self.unembedding().astype(hidden_bsd.dtype)
         logits = jnp.dot(hidden_bsd, kernel, preferred_element_type=jnp.float32)
         return constrain(logits, "batch", "sequence", "vocab")[..., : self.vocab_size]
+
+
+def trunk(config: LlamaConfig) -> Trunk:
+    """The model's pieces, for a pipeline."""
+    rotary = config.rotary
+    return Trunk(
+        where=lambda positions, segments, zigzag: (rotary.tables(positions), segments, zigzag),
+        embed=lambda model, tokens: model.embedded(tokens),
+        layer=lambda layer, x, where: layer(x, *where),
+        norm=lambda model, x: model.norm(x, "norm"),
+    )

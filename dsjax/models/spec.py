@@ -10,6 +10,48 @@ from flax import nnx
 
 
 @dataclass(frozen=True)
+class Stages:
+    """A model cut where a pipeline can cut it: before its equal layers, between them, and after them.
+
+    The parts get a microbatch as `prepare` returns it. What a layer knows is its own parameters, its
+    input and the microbatch; parameters of the rest of the model belong to `embed` and `head`.
+
+    Attributes:
+      embed: ``embed(model, batch) -> x``, the input of the first layer; runs on the first stage.
+      layer: ``layer(layer, x, batch) -> x``, or ``(x, loss)`` or ``(x, loss, extras)`` where a layer adds to
+        the loss (a sum, not a mean) and to the metrics.
+      head: ``head(model, x, batch) -> (sum, weight[, extras])`` from the last layer's output; on the last stage.
+      prepare: ``prepare(batch) -> batch``, on every stage: what several parts need (positions, masks).
+      layers: path in the model of the module that holds the stacked layers (`dsjax.stacked`).
+      remat: what the backward pass computes again of the stack, as in the config.
+    """
+
+    embed: Callable[[Any, Any], Any]
+    layer: Callable[[Any, Any, Any], Any]
+    head: Callable[[Any, Any, Any], Any]
+    prepare: Callable[[Any], Any] = lambda batch: batch
+    layers: str = "layers"
+    remat: str = "none"
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """A language model without its loss, in the pieces that `Stages` is made of.
+
+    Attributes:
+      where: ``where(positions_bs, segment_ids_bs, zigzag) -> Any``: what layers need besides their input.
+      embed: ``embed(model, tokens_bs) -> x_bsd``.
+      layer: ``layer(layer, x_bsd, where) -> x_bsd``.
+      norm: ``norm(model, x_bsd) -> hidden_bsd``.
+    """
+
+    where: Callable[[Any, Any, bool], Any]
+    embed: Callable[[Any, Any], Any]
+    layer: Callable[[Any, Any, Any], Any]
+    norm: Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model that can be made, and what a trainer needs to know of it.
 
@@ -22,6 +64,8 @@ class ModelSpec:
       cross_entropy_chunk: tokens of a device whose logits exist at a time.
       has_hidden: it offers `hidden`, `unembedding` and `vocab_size` for the chunked loss.
       remat_by_layer: it recomputes layer by layer itself.
+      trunk: the pieces of a language model whose layers can be shared out over a pipeline.
+      stages: those of a user's model, loss and all.
     """
 
     init: Callable[[nnx.Rngs], nnx.Module]
@@ -32,3 +76,5 @@ class ModelSpec:
     cross_entropy_chunk: int = 1024
     has_hidden: bool = False
     remat_by_layer: bool = False
+    trunk: Trunk | None = None
+    stages: Stages | None = None

@@ -27,14 +27,14 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs)
 
 def run_stacked(
     module: nnx.Module,
-    x: jax.Array,
-    call: Callable[[Any, jax.Array], jax.Array],
+    x: Any,
+    call: Callable[[Any, Any], Any],
     *,
     prefix: str = "layers",
     remat: str = "none",
     unroll: bool = False,
-) -> jax.Array:
-    """Runs `call(layer, x) -> x` over the layers of a stacked module, in order.
+) -> Any:
+    """Runs `call(layer, x) -> x` over the layers of a stacked module, in order; x may be any tree of arrays.
 
     Args:
       module: from `stacked`; variables other than parameters are updated in place.
@@ -49,12 +49,12 @@ def run_stacked(
     graph, params, others = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
     depth = jax.tree.leaves(params)[0].shape[0]
 
-    def one(x: jax.Array, scanned: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+    def one(x: Any, scanned: tuple[Any, Any]) -> tuple[Any, Any]:
         own, rest = scanned
         layer = nnx.merge(graph, gathered(own, prefix), rest, copy=True)
         return call(layer, x), nnx.state(layer, nnx.Not(nnx.Param))
 
-    def run(step: Callable[..., Any], x: jax.Array, scanned: Any) -> tuple[jax.Array, Any]:
+    def run(step: Callable[..., Any], x: Any, scanned: Any) -> tuple[Any, Any]:
         return jax.lax.scan(step, x, scanned, unroll=unroll or 1)
 
     group = re.fullmatch(r"every_(\d+)", remat)
@@ -65,7 +65,7 @@ def run_stacked(
 
     size = min(int(group[1]), depth)
 
-    def group_of(x: jax.Array, scanned: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+    def group_of(x: Any, scanned: tuple[Any, Any]) -> tuple[Any, Any]:
         # Written out: a loop would stack what its layers keep, and XLA makes room for two groups' stacks.
         rests = []
         for i in range(jax.tree.leaves(scanned)[0].shape[0]):

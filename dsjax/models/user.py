@@ -8,23 +8,24 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from flax import nnx
 
 from dsjax.config.messages import nearest
 from dsjax.errors import ConfigError, DsjaxError
-from dsjax.models.spec import ModelSpec
+from dsjax.models.spec import ModelSpec, Stages
 
 Result = TypeVar("Result")
 
 
-def users_model(kind: str, fields: Mapping[str, Any]) -> ModelSpec:
+def users_model(kind: str, fields: Mapping[str, Any], remat: str = "none") -> ModelSpec:
     """The model of `module:function`, looked for in the current directory and on the import path.
 
     The function takes the fields as keywords. One that also takes `rngs` makes the module itself (so does
     an nnx.Module class); any other returns ``init(rngs) -> module``, or an object or mapping with `init`
-    and, if it likes, `loss` and `param_axes`.
+    and, if it likes, `loss` or `stages` (a `dsjax.Stages`), and `param_axes`.
 
     Raises:
       ConfigError: no such module or function, other fields than it takes, or its own error, with the
@@ -47,12 +48,14 @@ def users_model(kind: str, fields: Mapping[str, Any]) -> ModelSpec:
             )
         return module
 
-    loss = parts.get("loss")
-    abstract = None if loss is not None else nnx.eval_shape(lambda: init(nnx.Rngs(0)))
+    loss, stages = parts.get("loss"), parts.get("stages")
+    abstract = None if loss is not None or stages is not None else nnx.eval_shape(lambda: init(nnx.Rngs(0)))
     return ModelSpec(
         init=init,
         loss=loss,
         param_axes=parts.get("param_axes") or {},
+        stages=stages and replace(stages, remat=remat),
+        remat_by_layer=stages is not None,
         vocab_size=getattr(abstract, "vocab_size", None),
         has_hidden=all(hasattr(abstract, name) for name in ("hidden", "unembedding", "vocab_size")),
     )
@@ -114,7 +117,7 @@ def _check_fields(kind: str, parameters: Mapping[str, inspect.Parameter], fields
 
 
 def _parts(kind: str, made: Any) -> dict[str, Any]:
-    names = ("init", "loss", "param_axes")
+    names = ("init", "loss", "stages", "param_axes")
     if isinstance(made, nnx.Module):
         raise ConfigError(
             f"model.kind: {kind} returned a module that is made already; give it an `rngs` parameter, or "
@@ -136,9 +139,13 @@ def _parts(kind: str, made: Any) -> dict[str, Any]:
             f"model.kind: {kind} returned {type(made).__name__}; it returns a function init(rngs), or an "
             f"object or mapping with {', '.join(names)}"
         )
-    loss = parts.get("loss")
+    loss, stages = parts.get("loss"), parts.get("stages")
     if loss is not None and not callable(loss):
         raise ConfigError(f"model.kind: the loss of {kind} is {type(loss).__name__}, not a function")
+    if stages is not None and not isinstance(stages, Stages):
+        raise ConfigError(f"model.kind: the stages of {kind} are {type(stages).__name__}, not a dsjax.Stages")
+    if stages is not None and loss is not None:
+        raise ConfigError(f"model.kind: {kind} returned loss and stages; stages say how the loss is made")
     return parts
 
 

@@ -12,10 +12,11 @@ from dsjax.config import Config
 from dsjax.data import Tokenizer, load_tokenizer
 from dsjax.errors import ConfigError
 from dsjax.mesh import batch_shards, make_mesh, zigzag_order
-from dsjax.models import ModelSpec, build
-from dsjax.train.losses import language_model_loss, logits_loss
+from dsjax.models import ModelSpec, Stages, build
+from dsjax.train.losses import language_model_loss, language_model_stages, logits_loss, loss_of_stages
 from dsjax.train.optimizers import make_optimizer, make_schedule
 from dsjax.train.program import Program, Recipe, lay_out
+from dsjax.train.stacking import microbatches_of
 from dsjax.train.trainer import Trainer
 
 
@@ -45,6 +46,13 @@ def check_batch(config: Config, mesh: jax.sharding.Mesh) -> None:
             f"train.global_batch_size: {train.global_batch_size} does not divide over {shards} shards of the batch "
             f"(mesh data x fsdp x expert) times {train.gradient_accumulation_steps} microbatches "
             f"(train.gradient_accumulation_steps); use {near}"
+        )
+    passes = microbatches_of(config.pipeline, mesh.shape["pipeline"], train.global_batch_size // parts)
+    if not faults and (rows := train.global_batch_size // parts) % passes:
+        works = next(n for n in range(min(passes, rows), 0, -1) if rows % n == 0)
+        faults.append(
+            f"pipeline.microbatches: {passes} do not divide the {rows} rows of a batch shard (train.global_batch_size "
+            f"{train.global_batch_size} / {parts}); use {works}, or a batch of {passes * parts}"
         )
     context = mesh.shape["context"]
     if context > 1:
@@ -109,6 +117,8 @@ def _model(config: Config, platform: str, vocab_size: int | None) -> ModelSpec:
 def _loss(model: ModelSpec) -> Callable[[Any, Any], Any]:
     if model.loss is not None:
         return model.loss
+    if model.stages is not None:
+        return loss_of_stages(model.stages)
     return language_model_loss(model.cross_entropy_chunk) if model.has_hidden else logits_loss
 
 
@@ -122,7 +132,14 @@ def _recipe(config: Config, model: ModelSpec) -> Recipe:
         schedule=schedule,
         param_axes=model.param_axes,
         remat_by_step=not model.remat_by_layer,
+        stages=_stages(config, model),
     )
+
+
+def _stages(config: Config, model: ModelSpec) -> Stages | None:
+    if model.stages is not None or model.trunk is None:
+        return model.stages
+    return language_model_stages(model.trunk, model.cross_entropy_chunk, config.train.remat)
 
 
 def _alternatives(config: Config, tokenizer: Tokenizer, trainer: Trainer) -> list[tuple[str, Program]]:

@@ -7,7 +7,7 @@ last token, so the unused end of the buffer does no harm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.mesh import BATCH_AXES, batch_shards, use_layout
+from dsjax.errors import ConfigError
+from dsjax.mesh import BATCH_AXES, batch_shards, make_mesh, use_layout
 from dsjax.train.program import Program
 from dsjax.train.state import State
 
@@ -69,6 +70,27 @@ def next_logits(model: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
     return (last @ model.unembedding().astype(jnp.float32))[: model.vocab_size]
 
 
+def without_stages(program: Program, state: State) -> tuple[Program, State]:
+    """The program and state of a pipeline as those of one stage: its devices hold shards of all layers instead.
+
+    A token at a time would leave all stages but one idle. What trains no longer matters here, so the
+    optimizer's state stays where it is.
+    """
+    if program.stacking is None:
+        return program, state
+    sizes = dict(program.mesh.shape)
+    stages = sizes.pop("pipeline")
+    devices = list(program.mesh.devices.flat)
+    try:
+        flat = replace(program, mesh=make_mesh({**sizes, "fsdp": sizes["fsdp"] * stages}, devices))
+    except ConfigError:
+        flat = replace(program, mesh=make_mesh({**sizes, "data": sizes["data"] * stages}, devices))
+    places = flat.state_shardings
+    move = jax.jit(program.stacking.in_order, out_shardings=(places.params, places.model_state))
+    params, model_state = move((state.params, state.model_state))
+    return flat, state.replace(params=params, model_state=model_state)
+
+
 def tokens_after(
     program: Program,
     state: State,
@@ -84,6 +106,7 @@ def tokens_after(
     Args:
       prompt: token ids, at least one.
     """
+    program, state = without_stages(program, state)
     multiple = _LENGTH_STEP * 2 * program.mesh.shape["context"]
     size = -(-(len(prompt) + max_tokens) // multiple) * multiple
     one = _compiled(program, sampling)

@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
@@ -14,6 +15,8 @@ from flax import nnx
 
 from dsjax.errors import ConfigError, InputError
 from dsjax.mesh import named_leaves
+from dsjax.models import Stages
+from dsjax.train.losses import loss_of_stages
 from dsjax.train.optimizers import Schedule
 from dsjax.train.state import State
 
@@ -34,6 +37,26 @@ def require_alive(state: State) -> None:
         )
 
 
+def as_loss(loss: Any, stages: Stages | None, remat: str) -> tuple[Any, Stages | None]:
+    """The loss, and the stages with the recomputation that is asked for.
+
+    Raises:
+      ConfigError: neither was given, or something else than stages.
+    """
+    if stages is None:
+        if not callable(loss):
+            raise ConfigError(f"loss: takes a function loss(model, batch) -> (sum, weight), got {loss!r}")
+        return loss, None
+    if not isinstance(stages, Stages):
+        raise ConfigError(f"stages: takes a dsjax.Stages(embed, layer, head), got {type(stages).__name__}")
+    if loss is not None:
+        raise ConfigError(
+            "loss: stages say how the loss is made; give one of the two, so that they cannot differ"
+        )
+    stages = replace(stages, remat=remat)
+    return loss_of_stages(stages), stages
+
+
 def as_schedule(learning_rate: float | Schedule | None) -> Schedule | None:
     """A learning rate as a function of the number of updates; None where it is not known."""
     if learning_rate is None or callable(learning_rate):
@@ -41,7 +64,7 @@ def as_schedule(learning_rate: float | Schedule | None) -> Schedule | None:
     return lambda update: learning_rate
 
 
-def as_optimizer(optimizer: Optimizer, learning_rate: Any) -> optax.GradientTransformation:
+def as_optimizer(optimizer: Optimizer | None, learning_rate: Any) -> optax.GradientTransformation:
     """The optax transformation that was given, or that the given function makes.
 
     Raises:

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from dsjax.errors import ConfigError
 from dsjax.mesh import constrain, current_layout, zigzag_order
 from dsjax.models.cross_entropy import linear_cross_entropy
+from dsjax.models.spec import Stages, Trunk
+from dsjax.models.stack import run_stacked
 from dsjax.train.randomness import sequence_positions
 
 # Names of a line of metrics.jsonl.
@@ -36,33 +39,124 @@ def language_model_loss(chunk: int) -> Callable[[Any, Mapping[str, jax.Array]], 
     """
 
     def loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        layout = current_layout()
-        ranks = layout.axis_size("context") if layout is not None else 1
-        length = batch["tokens"].shape[1]
-        order = zigzag_order(length, ranks) if ranks > 1 else np.arange(length, dtype=np.int32)
-        if ranks > 1:
-            # Token numbers are small; putting them in order here keeps the loader free of the mesh.
-            batch = {name: value[:, order] for name, value in batch.items()}
-        batch = {name: constrain(value, "batch", "sequence") for name, value in batch.items()}
+        batch, order, zigzag = _in_order(batch)
         with sequence_positions(order):
             hidden = model.hidden(
                 batch["tokens"],
                 positions_bs=batch["positions"],
                 segment_ids_bs=batch["segment_ids"],
-                zigzag=ranks > 1,
+                zigzag=zigzag,
             )
-        total = linear_cross_entropy(
-            hidden,
-            model.unembedding(),
-            batch["targets"],
-            batch["weights"],
-            vocab_size=model.vocab_size,
-            dtype=hidden.dtype,
-            chunk=chunk,
-        )
-        return total, jnp.sum(batch["weights"])
+        return _of_hidden(model, hidden, batch, chunk)
 
     return loss
+
+
+def language_model_stages(trunk: Trunk, chunk: int, remat: str = "none") -> Stages:
+    """`language_model_loss` of a model whose layers are shared out over a pipeline."""
+
+    def prepare(batch: Mapping[str, jax.Array]) -> dict[str, Any]:
+        batch, order, zigzag = _in_order(batch)
+        return {
+            **batch,
+            "order": order,
+            "where": trunk.where(batch["positions"], batch["segment_ids"], zigzag),
+        }
+
+    def layer(layer: Any, x: Any, batch: Mapping[str, Any]) -> Any:
+        with sequence_positions(batch["order"]):
+            return trunk.layer(layer, x, batch["where"])
+
+    return Stages(
+        embed=lambda model, batch: trunk.embed(model, batch["tokens"]),
+        layer=layer,
+        head=lambda model, x, batch: _of_hidden(model, trunk.norm(model, x), batch, chunk),
+        prepare=prepare,
+        remat=remat,
+    )
+
+
+def _in_order(batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], np.ndarray, bool]:
+    """The batch as the devices along `context` share it, each slot's place in the sequence, and whether zigzag."""
+    layout = current_layout()
+    ranks = layout.axis_size("context") if layout is not None else 1
+    length = batch["tokens"].shape[1]
+    order = zigzag_order(length, ranks) if ranks > 1 else np.arange(length, dtype=np.int32)
+    if ranks > 1:
+        # Token numbers are small; putting them in order here keeps the loader free of the mesh.
+        batch = {name: value[:, order] for name, value in batch.items()}
+    return {n: constrain(value, "batch", "sequence") for n, value in batch.items()}, order, ranks > 1
+
+
+def _of_hidden(model: Any, hidden: Any, batch: Mapping[str, Any], chunk: int) -> tuple[jax.Array, jax.Array]:
+    total = linear_cross_entropy(
+        hidden,
+        model.unembedding(),
+        batch["targets"],
+        batch["weights"],
+        vocab_size=model.vocab_size,
+        dtype=hidden.dtype,
+        chunk=chunk,
+    )
+    return total, jnp.sum(batch["weights"])
+
+
+def loss_of_stages(stages: Stages) -> Callable[[Any, Any], tuple[jax.Array, jax.Array, Extras]]:
+    """The loss of a model that is declared in stages, run as one."""
+
+    def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array, Extras]:
+        batch = stages.prepare(batch)
+        module, x = stack_of(model, stages), stages.embed(model, batch)
+
+        def call(layer: Any, carry: Any) -> Any:
+            y, more, named = layer_result(stages.layer(layer, carry[0], batch))
+            return y, carry[1] + more, jax.tree.map(jnp.add, carry[2], named)
+
+        graph, variables = nnx.split(module)
+
+        def first(variables: Any, x: Any) -> Extras:
+            one = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], variables), copy=True)
+            return layer_result(stages.layer(one, x, batch))[2]
+
+        named = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(first, variables, x))
+        x, added, extras = run_stacked(
+            module, (x, jnp.zeros(()), named), call, prefix=stages.layers, remat=stages.remat
+        )
+        total, weight, more = normalised(stages.head(model, x, batch))
+        return total + added, weight, merged(extras, more)
+
+    return loss
+
+
+def stack_of(model: Any, stages: Stages) -> Any:
+    """The module of a model's stacked layers.
+
+    Raises:
+      ConfigError: there is none at the path that the stages name.
+    """
+    module = model
+    for name in stages.layers.split("/"):
+        module = getattr(module, name, None)
+        if module is None:
+            raise ConfigError(
+                f"stages.layers: {type(model).__name__} has no {stages.layers}; name the attribute that holds the "
+                "layers made with dsjax.stacked"
+            )
+    return module
+
+
+def layer_result(result: Any) -> tuple[Any, jax.Array, Extras]:
+    """What a layer returned as (x, what it adds to the loss, extras)."""
+    if not isinstance(result, tuple):
+        return result, jnp.zeros(()), {}
+    _, _, extras = normalised((result[1], jnp.zeros(()), *result[2:]))
+    return result[0], jnp.asarray(result[1], jnp.float32), extras
+
+
+def merged(first: Extras, second: Extras) -> Extras:
+    """Extras of two parts of a model together; those of one name are added."""
+    both = {name: jax.tree.map(jnp.add, first[name], second[name]) for name in first.keys() & second.keys()}
+    return {**first, **second, **both}
 
 
 def normalised(result: Any) -> tuple[jax.Array, jax.Array, Extras]:

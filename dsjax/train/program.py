@@ -23,10 +23,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.config import Config
+from dsjax.config.parallel import PipelineConfig
 from dsjax.errors import ConfigError, InputError
-from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
+from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, path_name, process_rows
+from dsjax.models import Stages
 from dsjax.precision import apply_policy, compute_dtype
 from dsjax.train.given import Init, check_init, check_patterns
+from dsjax.train.host_batch import abstract, leading_rows, narrow, refuse_nan, signature
 from dsjax.train.memory import (
     compiled_bytes,
     device_bytes,
@@ -35,6 +38,7 @@ from dsjax.train.memory import (
     refuse_oversized_state,
 )
 from dsjax.train.optimizers import optimizer_shardings
+from dsjax.train.stacking import Held, microbatches_of, restack, stacking_of
 from dsjax.train.state import State, first_state
 from dsjax.train.step import StepParts, eval_step, train_step
 
@@ -52,6 +56,7 @@ class Recipe:
       schedule: number of updates -> learning rate; None where it is not known.
       param_axes: path pattern -> logical names of dimensions.
       remat_by_step: recomputation goes around the whole loss; False for a model that does it by layer.
+      stages: the model cut for a pipeline; None: it cannot be.
     """
 
     init: Init
@@ -60,6 +65,7 @@ class Recipe:
     schedule: Callable[[Any], Any] | None
     param_axes: Mapping[str, Any]
     remat_by_step: bool = True
+    stages: Stages | None = None
 
 
 @dataclass
@@ -69,7 +75,8 @@ class Program:
     Args:
       compute_dtype: type of matrix products.
       trainable: path patterns of the parameters to train; empty: all.
-      max_grad_norm, remat, accumulation, fsdp_gather: as in the config.
+      max_grad_norm, remat, accumulation, fsdp_gather, pipeline: as in the config.
+      rows_a_pass: rows of a batch shard in a pass of the pipeline, where they are known.
       compiler_options: XLA's, for the compiled functions.
       on_compile: called with what was compiled and the seconds it took.
       alternatives: programs of other settings to try when a step does not fit.
@@ -86,6 +93,8 @@ class Program:
     trainable: tuple[str, ...] = ()
     max_grad_norm: float | None = None
     remat: str = "none"
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    rows_a_pass: int | None = None
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     on_compile: Callable[[str, float], None] = lambda what, seconds: None
     alternatives: Callable[[], list[tuple[str, Program]]] = list
@@ -93,24 +102,30 @@ class Program:
     def __post_init__(self) -> None:
         recipe = self.recipe
         check_init(recipe.init)
-        abstract = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
+        model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
+        passes = microbatches_of(self.pipeline, self.mesh.shape["pipeline"], self.rows_a_pass)
+        self.stacking = stacking_of(recipe.stages, model, self.mesh, self.pipeline, passes)
+        # Microbatches a step, over all passes of the pipeline.
+        self.microbatches = self.accumulation * passes
         self.layout = Layout(
             self.mesh,
-            {**_declared_axes(abstract), **recipe.param_axes},
+            {**_declared_axes(model), **recipe.param_axes},
+            stacked=self.stacking.path if self.stacking else None,
             fsdp_gather=self.fsdp_gather,
             gather_dtype=None if self.compute_dtype == jnp.float32 else self.compute_dtype,
         )
         self._filter = _trainable_filter(self.trainable)
-        graph, *states = nnx.split(abstract, self._filter, ...)
-        params, model_state = states
+        graph, *states = nnx.split(model, self._filter, ...)
+        params, model_state = jax.eval_shape(lambda: [self._stored(state) for state in states])
         if self.trainable and not jax.tree.leaves(params):
             raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(self.trainable)}")
-        check_patterns(recipe.param_axes, nnx.state(abstract, nnx.Param))
-        self.layout.check(nnx.state(abstract, nnx.Param))
+        check_patterns(recipe.param_axes, nnx.state(model, nnx.Param))
+        self.layout.check(nnx.state(model, nnx.Param))
         optimizer = recipe.make_optimizer(self.layout.names_of)
         self.parts = StepParts(
-            graph, recipe.loss, optimizer, recipe.schedule, self.layout, self.max_grad_norm, self.remat
-        )
+            graph, recipe.loss, optimizer, recipe.schedule, self.layout, self.max_grad_norm, self.remat,
+            self.stacking.pipelining if self.stacking else None,
+        )  # fmt: skip
         self.abstract_state = self._abstract_state(params, model_state)
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         # Shards of the batch, and how many of them are this process's: the same at every step.
@@ -170,7 +185,7 @@ class Program:
 
         def make(key: jax.Array) -> State:
             _, *states = nnx.split(self._model(key), self._filter, ...)
-            params, model_state = states
+            params, model_state = map(self._stored, states)
             return first_state(params, model_state, self.parts.optimizer.init(params))
 
         started = time.monotonic()
@@ -179,15 +194,54 @@ class Program:
         self.on_compile("init", time.monotonic() - started)
         return state
 
+    def _stored(self, tree: Any) -> Any:
+        return tree if self.stacking is None else self.stacking.stored(tree)
+
+    def in_order(self, tree: Any) -> Any:
+        """A state, or part of one, with its layers in the model's order, whatever the pipeline made of it."""
+        return tree if self.stacking is None else jax.jit(self.stacking.in_order)(tree)
+
+    def held(self, facts: Mapping[str, Any]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        """How to read a checkpoint whose layers are stored as its facts say.
+
+        Returns:
+          A function from an abstract tree of this program to that of the checkpoint, and one from what was
+          read to this program's tree in its places.
+        """
+        held = Held.of(self.stacking, facts)
+        if held is None:
+            return lambda like: like, lambda tree: tree
+        wanted = np.arange(max(held.slots) + 1) if self.stacking is None else self.stacking.slots
+        slots = np.asarray(held.slots)
+        if np.array_equal(slots, wanted):
+            return lambda like: like, lambda tree: tree
+
+        def placed(tree: Any, places: Any) -> Any:
+            move = jax.jit(lambda tree: restack(tree, held.path, slots, wanted), out_shardings=places)
+            return move(tree)
+
+        def back(tree: Any) -> Any:
+            whole = isinstance(tree, State)
+            places = self.state_shardings if whole else {n: getattr(self.state_shardings, n) for n in tree}
+            return placed(tree, places)
+
+        return lambda like: held.like(like, wanted), back
+
+    def layers_held(self) -> dict[str, Any] | None:
+        """What a checkpoint says of how its layers are stored; None: in order."""
+        if self.stacking is None or self.stacking.partition.in_order:
+            return None
+        return Held(self.stacking.path, tuple(map(int, self.stacking.slots))).facts()
+
     def model(self, state: State) -> nnx.Module:
-        """The Flax model with the state's parameters (not a copy)."""
-        return nnx.merge(self.parts.graph, state.params, state.model_state)
+        """The Flax model with the state's parameters (not a copy, but where a pipeline stores layers otherwise)."""
+        return nnx.merge(self.parts.graph, *self.in_order((state.params, state.model_state)))
 
     # ---- batches -------------------------------------------------------------------------------
 
     def rows(self, global_rows: int) -> np.ndarray:
         """Which rows of a global batch this process supplies, in order."""
-        return process_rows(self.mesh, global_rows, self.accumulation)
+        return process_rows(self.mesh, global_rows, self.microbatches)
 
     def rows_are_alike(self, batch: Any) -> bool:
         """Whether all processes bring the same rows although the mesh gives each of them its own."""
@@ -210,21 +264,23 @@ class Program:
         Raises:
           InputError: rows that differ between arrays or do not divide, or NaN in the data.
         """
-        rows = _leading_rows(batch)
+        rows = leading_rows(batch)
         shards, mine = self._shards
-        parts = mine * self.accumulation
+        parts = mine * self.microbatches
         if rows % parts:
+            passes = self.microbatches // self.accumulation
+            pipeline = f" x {passes} microbatches of the pipeline" if self.stacking else ""
             raise InputError(
                 f"the batch has {rows} rows a process, which do not divide into gradient_accumulation_steps "
-                f"{self.accumulation} x {mine} shards of the mesh here; use a multiple of {parts}"
+                f"{self.accumulation}{pipeline} x {mine} shards of the mesh here; use a multiple of {parts}"
             )
         sharding = NamedSharding(self.mesh, P(None, BATCH_AXES))
-        lead = (self.accumulation, rows // self.accumulation)
+        lead = (self.microbatches, rows // self.microbatches)
 
         def put(path: Any, value: Any) -> jax.Array:
             # A copy: on a CPU the device array may share the host array's memory.
-            value = _narrow(path_name(path), np.array(value)).reshape(*lead, *np.shape(value)[1:])
-            _refuse_nan(path_name(path), value, step)
+            value = narrow(path_name(path), np.array(value)).reshape(*lead, *np.shape(value)[1:])
+            refuse_nan(path_name(path), value, step)
             shape = (lead[0], lead[1] * shards // mine, *value.shape[2:])
             return jax.make_array_from_process_local_data(sharding, value, shape)
 
@@ -235,7 +291,7 @@ class Program:
 
         Rows that do not divide over the mesh (a last, partial batch) are computed by every device.
         """
-        rows = _leading_rows(batch)
+        rows = leading_rows(batch)
         shards, mine = self._shards
         whole = rows % mine != 0
         if whole and jax.process_count() > 1:
@@ -246,8 +302,8 @@ class Program:
         sharding = self.replicated if whole else NamedSharding(self.mesh, P(BATCH_AXES))
 
         def put(path: Any, value: Any) -> jax.Array:
-            value = _narrow(path_name(path), np.array(value))
-            _refuse_nan(path_name(path), value, None)
+            value = narrow(path_name(path), np.array(value))
+            refuse_nan(path_name(path), value, None)
             shape = value.shape if whole else (rows * shards // mine, *value.shape[1:])
             return jax.make_array_from_process_local_data(sharding, value, shape)
 
@@ -266,14 +322,14 @@ class Program:
 
     def step(self, batch: Any) -> Callable[[State, Any, jax.Array], tuple[State, dict[str, jax.Array]]]:
         """The compiled training step for placed (or abstract) batches shaped like this one."""
-        key = _signature(batch)
+        key = signature(batch)
         if key not in self._steps:
             self._steps[key] = self._compile_step(batch)
         return self._steps[key]
 
     def has_step(self, batch: Any) -> bool:
         """Whether the step for batches of this shape is compiled already."""
-        return _signature(batch) in self._steps
+        return signature(batch) in self._steps
 
     def lower_step(self, batch: Any) -> Any:
         """The traced and lowered training step."""
@@ -288,7 +344,7 @@ class Program:
             out_shardings=(self.state_shardings, self.replicated),
         )
         votes = jax.ShapeDtypeStruct((self.mesh.size,), np.int32, sharding=NamedSharding(self.mesh, P(AXES)))
-        return function, (self.abstract_state, _abstract(batch), votes)
+        return function, (self.abstract_state, abstract(batch), votes)
 
     def step_bytes(self, batch: Any) -> int | None:
         """Bytes a device that the step takes, by compiling it; None where it cannot be compiled."""
@@ -313,10 +369,10 @@ class Program:
 
     def does_not_fit(self, batch: Any, needed: int, limit: int) -> Exception:
         """The error for a step that takes more memory than there is, with settings that would fit."""
-        abstract = _abstract(batch)
+        shapes = abstract(batch)
 
         def measure(program: Program) -> Callable[[], int | None]:
-            return lambda: program.step_bytes(program.like_batch(abstract))
+            return lambda: program.step_bytes(program.like_batch(shapes))
 
         return refuse_oversized(needed, limit, [(t, measure(p)) for t, p in self.alternatives()])
 
@@ -325,7 +381,7 @@ class Program:
 
         def one(leaf: Any) -> jax.ShapeDtypeStruct:
             rows = leaf.shape[0] * leaf.shape[1]
-            shape = (self.accumulation, rows // self.accumulation, *leaf.shape[2:])
+            shape = (self.microbatches, rows // self.microbatches, *leaf.shape[2:])
             return jax.ShapeDtypeStruct(
                 shape, leaf.dtype, sharding=NamedSharding(self.mesh, P(None, BATCH_AXES))
             )
@@ -334,7 +390,7 @@ class Program:
 
     def evaluation(self, batch: Any) -> Callable[[nnx.State, nnx.State, Any], dict[str, jax.Array]]:
         """The compiled evaluation of placed batches shaped like this one."""
-        key = _signature(batch)
+        key = signature(batch)
         if key not in self._evals:
             started = time.monotonic()
             function = jax.jit(
@@ -342,7 +398,7 @@ class Program:
                 out_shardings=self.replicated,
             )
             state = self.abstract_state
-            lowered = function.lower(state.params, state.model_state, _abstract(batch))
+            lowered = function.lower(state.params, state.model_state, abstract(batch))
             self._evals[key] = lowered.compile(self._options())
             self.on_compile("evaluation", time.monotonic() - started)
         return self._evals[key]
@@ -380,56 +436,6 @@ def _variable_at(state: nnx.State, path: tuple[Any, ...]) -> Any:
     return node
 
 
-def _abstract(batch: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch)
-
-
-def _signature(batch: Any) -> Any:
-    leaves = named_leaves(batch)
-    return tuple((n, x.shape, str(x.dtype), str(x.sharding.spec)) for n, x in leaves.items())
-
-
-def _leading_rows(batch: Any) -> int:
-    leaves = named_leaves(batch)
-    if not leaves:
-        raise InputError("the batch holds no arrays")
-    rows = {name: (np.shape(leaf) or (0,))[0] for name, leaf in leaves.items()}
-    if len(set(rows.values())) != 1 or 0 in rows.values():
-        shown = ", ".join(f"{name or 'batch'}: {np.shape(leaf)}" for name, leaf in leaves.items())
-        raise InputError(
-            f"the arrays of a batch have the examples as their first dimension, all alike; got {shown}"
-        )
-    return next(iter(rows.values()))
-
-
-def _narrow(name: str, value: np.ndarray) -> np.ndarray:
-    """The array in the type that a device holds it in, if its numbers fit there."""
-    kind = np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
-    if kind == value.dtype or value.dtype.kind not in "iuf" or not value.size:
-        return value
-    finite = value[np.isfinite(value)]
-    limits: Any = np.finfo(kind) if kind.kind == "f" else np.iinfo(kind)
-    if finite.size and (finite.min() < limits.min or finite.max() > limits.max):
-        raise InputError(
-            f"data: {name or 'the batch'} holds {value.dtype} numbers that {kind} cannot hold (from "
-            f"{finite.min()} to {finite.max()}); scale them, or set jax_enable_x64"
-        )
-    return value.astype(kind)
-
-
-def _refuse_nan(name: str, value: np.ndarray, step: int | None) -> None:
-    if value.dtype.kind not in "fcV" or value.dtype.names is not None:
-        return
-    bad = np.isnan(value)
-    if bad.any():
-        where = "the batch" if step is None else f"the batch of step {step}"
-        rows = np.unique(np.argwhere(bad.reshape(-1, *value.shape[2:]) if value.ndim > 1 else bad)[:, 0])[:5]
-        raise InputError(
-            f"data: {where} holds NaN in {name or 'its array'}, rows {', '.join(map(str, rows))} of this "
-            "process; clean the data set (nothing was changed by this batch)"
-        )
-
-
 def lay_out(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh, **more: Any) -> Program:
     """The program of a recipe under a config's settings; `more` are `Program`'s own.
 
@@ -442,9 +448,19 @@ def lay_out(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh, **more: Any
         mesh,
         accumulation=train.gradient_accumulation_steps,
         fsdp_gather=train.fsdp_gather,
+        pipeline=config.pipeline,
+        rows_a_pass=_rows_a_pass(config, mesh),
         compute_dtype=compute_dtype(config.precision.policy, platform),
         trainable=tuple(config.optimizer.trainable),
         max_grad_norm=config.optimizer.max_grad_norm,
         remat=train.remat if recipe.remat_by_step else "none",
         **more,
     )
+
+
+def _rows_a_pass(config: Config, mesh: jax.sharding.Mesh) -> int | None:
+    """Rows of a batch shard in a pass of the pipeline; None for a script, whose batches tell."""
+    if config.model.kind == "python":
+        return None
+    parts = batch_shards(mesh) * config.train.gradient_accumulation_steps
+    return max(1, config.train.global_batch_size // parts)

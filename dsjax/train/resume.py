@@ -30,7 +30,9 @@ def restore(
         if step is None:
             raise InputError(f"no checkpoint in {checkpoints.directory}; train first, or set run.dir")
     refuse_oversized_state(program.abstract_state, list(program.mesh.devices.flat))
-    return checkpoints.restore(step, program.abstract_state)
+    like, back = program.held(checkpoints.facts(step))
+    state, facts = checkpoints.restore(step, like(program.abstract_state))
+    return back(state), facts
 
 
 def first_state(
@@ -76,5 +78,6 @@ def _fresh_state(program: Program, config: Config) -> State:
     latest = other.latest_step()
     if latest is None:
         raise InputError(f"run.init_from {source}: holds no checkpoint")
-    like = {"params": program.abstract_state.params}
-    return replace(state, params=other.restore_part(latest, like)["params"])
+    like, back = program.held(other.facts(latest))
+    part = other.restore_part(latest, like({"params": program.abstract_state.params}))
+    return replace(state, params=back(part)["params"])

@@ -19,6 +19,7 @@ from flax import nnx
 
 from dsjax.mesh import Layout, gather_all, use_layout
 from dsjax.train.losses import Extras, normalised
+from dsjax.train.pipelined import Pipelining, evaluated, pipelined
 from dsjax.train.randomness import ExampleContext, at_step, examples
 from dsjax.train.state import State, add_exactly
 
@@ -39,6 +40,7 @@ class StepParts:
       layout: mesh and rules.
       max_grad_norm: global gradient norm above which gradients are scaled down; None: never.
       remat: "none", or "full" or "dots" around a loss whose model does not do it by layer.
+      pipelining: the stages and schedule of a mesh with `pipeline`; the loss is then theirs.
     """
 
     graph: nnx.GraphDef
@@ -48,6 +50,7 @@ class StepParts:
     layout: Layout
     max_grad_norm: float | None = None
     remat: str = "none"
+    pipelining: Pipelining | None = None
 
 
 @dataclass
@@ -133,6 +136,16 @@ def accumulated(parts: StepParts, state: State, batch: Batch, params: nnx.State)
     return jax.lax.fori_loop(first, leading[0], one, (zeros, state.model_state))
 
 
+def _summed(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, nnx.State]:
+    """Sums and gradients of the whole batch, over a pipeline or one microbatch after the other."""
+    layout = parts.layout
+    if parts.pipelining is not None:
+        (loss, weight, extras), grads = pipelined(parts.graph, layout, parts.pipelining, state, batch)
+        return Sums(loss, weight, extras, grads), state.model_state
+    params = gather_all(state.params) if layout.fsdp_gather == "step" else state.params
+    return accumulated(parts, state, batch, params)
+
+
 def _at_rest(layout: Layout, tree: Any) -> Any:
     """Pins gradients to the places of their parameters."""
     if layout.mesh.size == 1:
@@ -154,8 +167,7 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
     """
     layout = parts.layout
     with use_layout(layout):
-        params = gather_all(state.params) if layout.fsdp_gather == "step" else state.params
-        sums, model_state = accumulated(parts, state, batch, params)
+        sums, model_state = _summed(parts, state, batch)
     grads = _at_rest(layout, sums.grads)
     weight = jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
     grads = jax.tree.map(lambda g: g / weight, grads)
@@ -199,9 +211,14 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
 def eval_step(parts: StepParts, params: nnx.State, model_state: nnx.State, batch: Batch) -> Metrics:
     """Sums of loss, weight and extras over a batch of [B, ...] arrays, without dropout."""
     with use_layout(parts.layout):
-        model = nnx.merge(parts.graph, params, model_state, copy=True)
-        model.eval()
-        loss, weight, extras = normalised(parts.loss(model, batch))
+        if parts.pipelining is not None:
+            loss, weight, extras = evaluated(
+                parts.graph, parts.layout, parts.pipelining, params, model_state, batch
+            )
+        else:
+            model = nnx.merge(parts.graph, params, model_state, copy=True)
+            model.eval()
+            loss, weight, extras = normalised(parts.loss(model, batch))
     result = {"loss": loss, "weight": weight}
     for name, (total, count) in extras.items():
         result[f"extra/{name}/sum"], result[f"extra/{name}/weight"] = total, count

@@ -20,10 +20,11 @@ from dsjax.config import Config, from_dict
 from dsjax.data import as_step_loader
 from dsjax.errors import ConfigError, Diverged, Preempted
 from dsjax.mesh import make_mesh
+from dsjax.models import Stages
 from dsjax.observe import check_sinks, peak_flops, write_report
 from dsjax.train import loop
 from dsjax.train.agreement import require_same_settings
-from dsjax.train.given import Init, Optimizer, as_optimizer, as_schedule, require_alive
+from dsjax.train.given import Init, Optimizer, as_loss, as_optimizer, as_schedule, require_alive
 from dsjax.train.optimizers import Schedule
 from dsjax.train.program import Program, Recipe, lay_out
 from dsjax.train.recorder import Rates, Recorder
@@ -38,7 +39,7 @@ from dsjax.train.tracing import trace_window
 _OF_THE_LOOP = ("stop", "skipped", "tokens_seen")
 # The settings that a trainer of a script has; its model, data and optimizer are the script's own.
 _SCRIPTS_OWN = {
-    "run": True, "runtime": True, "mesh": True, "eval": True, "precision": True, "stability": True,
+    "run": True, "runtime": True, "mesh": True, "pipeline": True, "eval": True, "precision": True, "stability": True,
     "checkpoint": True, "observe": True,
     "train": {"steps", "gradient_accumulation_steps", "remat", "fsdp_gather"},
 }  # fmt: skip
@@ -63,8 +64,9 @@ class Trainer:
       param_axes: path pattern -> logical names of the parameter's dimensions, for sharding beyond
         `fsdp` along the largest dimension. A model's Flax partitioning metadata counts too.
       trainable: path patterns of the parameters to train; empty: all.
-      run, runtime, eval, precision, stability, checkpoint, observe: the config's sections of these names,
-        as mappings.
+      stages: the model cut for a mesh with `pipeline` (`dsjax.Stages`); `loss` may then be left out.
+      run, runtime, pipeline, eval, precision, stability, checkpoint, observe: the config's sections of these
+        names, as mappings.
       compiler_options: XLA options of the step, over those of the platform's preset.
       allow_config_change: resume although settings differ from those the run was started with.
       unit: what the loss's weight counts, for what is shown to people.
@@ -76,8 +78,8 @@ class Trainer:
     def __init__(
         self,
         init: Init,
-        loss: Callable[[nnx.Module, Any], Any],
-        optimizer: Optimizer,
+        loss: Callable[[nnx.Module, Any], Any] | None = None,
+        optimizer: Optimizer | None = None,
         *,
         learning_rate: float | Schedule | None = None,
         mesh: Mapping[str, int] | None = None,
@@ -88,8 +90,10 @@ class Trainer:
         max_grad_norm: float | None = None,
         param_axes: Mapping[str, Sequence[str | None]] | None = None,
         trainable: Sequence[str] = (),
+        stages: Stages | None = None,
         run: Mapping[str, Any] | None = None,
         runtime: Mapping[str, Any] | None = None,
+        pipeline: Mapping[str, Any] | None = None,
         eval: Mapping[str, Any] | None = None,
         precision: Mapping[str, Any] | None = None,
         stability: Mapping[str, Any] | None = None,
@@ -99,12 +103,12 @@ class Trainer:
         allow_config_change: bool = False,
         unit: str = "examples",
     ):
-        if remat.startswith("every_"):
+        if remat.startswith("every_") and stages is None:
             raise ConfigError(
-                f"remat: {remat} needs a model of stacked layers that applies it itself; takes none, full or dots"
+                f"remat: {remat} needs a model of stacked layers that is given in `stages`; takes none, full or dots"
             )
         given = {
-            "run": run, "runtime": runtime, "mesh": mesh, "eval": eval, "precision": precision,
+            "run": run, "runtime": runtime, "mesh": mesh, "pipeline": pipeline, "eval": eval, "precision": precision,
             "stability": stability, "checkpoint": checkpoint, "observe": observe,
         }  # fmt: skip
         values = {name: dict(section) for name, section in given.items() if section is not None}
@@ -120,7 +124,16 @@ class Trainer:
         config = from_dict({**values, "model": {"kind": "python"}})
         setup(config.runtime)
         made = as_optimizer(optimizer, learning_rate)
-        recipe = Recipe(init, loss, lambda names_of: made, as_schedule(learning_rate), dict(param_axes or {}))
+        loss, stages = as_loss(loss, stages, remat)
+        recipe = Recipe(
+            init,
+            loss,
+            lambda names_of: made,
+            as_schedule(learning_rate),
+            dict(param_axes or {}),
+            stages is None,
+            stages,
+        )
         rate = {"learning_rate"} if "learning_rate" in values["optimizer"] else set()
         only = {**_SCRIPTS_OWN, "optimizer": {"max_grad_norm", "trainable", *rate}}
         self._start(recipe, config, devices, compiler_options, allow_config_change, only)
@@ -282,6 +295,7 @@ class Trainer:
             "mesh": dict(self.mesh.shape),
             "processes": jax.process_count(),
             "loader": self._loader_state(step),
+            "layers": self.program.layers_held(),
         }
         self.checkpoints.save(step, state, meta)
 

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as tables, layers to stages, and the loop that runs them."""

@@ -1,0 +1,413 @@
+"""A pipeline as one program: a loop over the ticks of a schedule, the same on every stage.
+
+In a tick a stage takes the gradient that came in, runs at most one forward, at most one backward and at most
+one weight gradient (each under a condition of its own), and hands its activation on.  The hand-overs stand
+outside of all conditions: a permutation is one operation of all stages.  An activation travels while the
+backward runs, a gradient while the next tick's forward does.
+
+Runs in the body of a shard_map over `pipeline` and the batch's axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dsjax.errors import ConfigError
+from dsjax.pipelining.residuals import LayerVjp
+from dsjax.pipelining.schedule import Schedule
+from dsjax.pipelining.slots import Slots
+
+AXIS = "pipeline"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model as functions of this device's arrays; `m` is the number of a microbatch.
+
+    Attributes:
+      embed: ``embed(rest, m) -> x``.
+      layer: ``layer(own, state, x, m) -> ((x, loss), extras)``.
+      head: ``head(rest, x, m) -> (loss, (weight, extras))``; sums, fp32.
+    """
+
+    embed: Callable[[Any, Any], Any]
+    layer: Callable[[Any, Any, Any, Any], Any]
+    head: Callable[[Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A schedule laid out for a model.
+
+    Attributes:
+      layers: slots for layers of a chunk on each stage.
+      counts: layers of virtual stage chunk * stages + stage; fewer than `layers` where stages are uneven.
+    """
+
+    schedule: Schedule
+    slots: Slots
+    layers: int
+    counts: tuple[int, ...]
+
+
+@dataclass
+class _Carry:
+    """What passes from tick to tick on a stage."""
+
+    sums: Any  # (loss, weight, extras)
+    layer_grads: Any
+    rest_grads: Any
+    inputs: Any  # [slots, ...x]
+    gradients: Any  # [slots, ...x]
+    kept: Any  # residuals [slots, layers, ...]
+    outputs: Any  # [slots, ...x], of the forwards whose residuals are kept
+    crossing: Any  # [slots, layers, ...]
+    sent: Any  # the gradient on its way to the stage before
+    passed: Any  # the activation on its way to the next stage (where a tick holds one operation)
+
+
+jax.tree_util.register_dataclass(_Carry, [f.name for f in fields(_Carry)], [])
+
+
+class Pipeline:
+    """One call of the pipeline, while it is traced.
+
+    Args:
+      layers, states: this stage's layers [virtual * layers, ...]: parameters, other variables.
+      rest: parameters before and after the layers, as `embed` and `head` use them.
+    """
+
+    def __init__(self, parts: Parts, work: Work, layers: Any, states: Any, rest: Any):
+        self.parts, self.work = parts, work
+        self.layers, self.states, self.rest = layers, states, rest
+        self.stage = lax.axis_index(AXIS)
+        self.recompute = work.slots.keep == "inputs"
+        # Stages then do different things in a tick: one exchange, at its start, keeps them from waiting twice.
+        self.one_a_tick = work.schedule.weight is not None
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        self.x = jax.eval_shape(parts.embed, rest, number)
+        own, state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (layers, states)
+        )
+        self._check_layer(own, state, number)
+        self.vjp = LayerVjp(parts.layer, own, state, self.x, number)
+        self.crossing: list[Any] = []
+        if work.schedule.weight is not None:
+            self.crossing = self.vjp.split(
+                own, state, number, (self.x, jax.ShapeDtypeStruct((), jnp.float32))
+            )
+        _, extras = jax.eval_shape(parts.layer, own, state, self.x, number)
+        total, (weight, more) = jax.eval_shape(parts.head, rest, self.x, number)
+        self.layer_extras = _zeros(extras)
+        self.sums = _zeros((total, weight, _merged(extras, more, lambda a, b: a)))
+
+    def _check_layer(self, own: Any, state: Any, number: Any) -> None:
+        (y, _), _ = jax.eval_shape(self.parts.layer, own, state, self.x, number)
+        got, want = jax.tree.map(lambda v: (v.shape, v.dtype), (y, self.x))
+        if got != want:
+            raise ConfigError(
+                f"stages: embed gives {_told(self.x)} but a layer makes {_told(y)} of it; every stage takes what the "
+                "one before gives, so both are alike"
+            )
+
+    # ---- the loop ------------------------------------------------------------------------------
+
+    def gradients(self, sums: Any, layer_grads: Any, rest_grads: Any) -> tuple[Any, Any, Any]:
+        """Adds one pass of all microbatches to the sums and gradients."""
+        slots = self.work.slots
+        depth = self.work.layers
+
+        def stash(count: int, shapes: Any, *lead: int) -> Any:
+            return jax.tree.map(lambda s: jnp.zeros((count, *lead, *s.shape), s.dtype), shapes)
+
+        carry = _Carry(
+            sums=sums, layer_grads=layer_grads, rest_grads=rest_grads,
+            inputs=stash(slots.inputs, self.x),
+            gradients=stash(max(slots.gradients, 1), self.x),
+            kept=stash(slots.residuals, self.vjp.kept, depth),
+            outputs=stash(slots.residuals, self.x),
+            crossing=stash(slots.crossings, self.crossing, depth),
+            sent=_zeros(self.x),
+            passed=_zeros(self.x) if self.one_a_tick else None,
+        )  # fmt: skip
+        carry, _ = lax.scan(self._tick, carry, self._rows())
+        return carry.sums, carry.layer_grads, carry.rest_grads
+
+    def _rows(self) -> dict[str, jax.Array]:
+        """The tables, a row [stages] a tick."""
+        schedule, slots = self.work.schedule, self.work.slots
+        tables = {"forward": schedule.forward, "backward": schedule.backward}
+        if schedule.weight is not None:
+            tables["weight"] = schedule.weight
+        for field in fields(slots):
+            value = getattr(slots, field.name)
+            if not isinstance(value, int | str):
+                tables[field.name] = value
+        if self.one_a_tick:
+            tables["store_input"] = np.roll(tables["store_input"], 1, axis=0)
+            tables["store_input"][0] = -1
+        return {name: jnp.asarray(table) for name, table in tables.items()}
+
+    def _tick(self, carry: _Carry, rows: dict[str, jax.Array]) -> tuple[_Carry, None]:
+        row = {name: values[self.stage] for name, values in rows.items()}
+        came = self._handed(carry.sent, -1)
+        carry.gradients = _put_if(carry.gradients, came, row["store_gradient"])
+        if self.one_a_tick:
+            carry.inputs = _put_if(carry.inputs, self._handed(carry.passed, 1), row["store_input"])
+        carry.inputs, carry.kept, carry.outputs, carry.sums, y = lax.cond(
+            row["forward"] >= 0, self._forward, _idle_forward,
+            row, carry.inputs, carry.kept, carry.outputs, carry.sums, carry.sent,
+        )  # fmt: skip
+        arrived = None if self.one_a_tick else self._handed(y, 1)
+        carry = lax.cond(row["backward"] >= 0, self._backward, lambda row, carry: carry, row, carry)
+        if self.one_a_tick:
+            carry.passed = y
+            carry.layer_grads = lax.cond(
+                row["weight"] >= 0, self._weight, lambda row, carry: carry.layer_grads, row, carry
+            )
+        else:
+            carry.inputs = _put_if(carry.inputs, arrived, row["store_input"])
+        return carry, None
+
+    def _handed(self, x: Any, by: int) -> Any:
+        """Each stage's x to the next one (by=1) or the one before (by=-1), round in a ring."""
+        stages = self.work.schedule.stages
+        return lax.ppermute(x, AXIS, [(s, (s + by) % stages) for s in range(stages)])
+
+    # ---- a unit --------------------------------------------------------------------------------
+
+    def _unit(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, Any, jax.Array, jax.Array]:
+        """(microbatch, first slot of its layers, number of layers, on the first virtual stage, on the last)."""
+        schedule = self.work.schedule
+        chunk, m = unit // schedule.microbatches, unit % schedule.microbatches
+        counts = self.work.counts
+        count: Any = self.work.layers
+        if any(n != count for n in counts):
+            count = jnp.asarray(counts, jnp.int32)[chunk * schedule.stages + self.stage]
+        first = (self.stage == 0) & (chunk == 0)
+        last = (self.stage == schedule.stages - 1) & (chunk == schedule.virtual - 1)
+        return m, chunk * self.work.layers, count, first, last
+
+    def _layer(self, index: jax.Array) -> tuple[Any, Any]:
+        return _at(self.layers, index), _at(self.states, index)
+
+    def _forward(self, row: Any, inputs: Any, kept: Any, outputs: Any, sums: Any, idle: Any) -> Any:
+        m, base, count, first, last = self._unit(row["forward"])
+
+        def embedded(inputs: Any) -> tuple[Any, Any]:
+            x = self.parts.embed(self.rest, m)
+            return _put(inputs, x, row["read_input"]), x
+
+        inputs, x = lax.cond(first, embedded, lambda inputs: (inputs, _at(inputs, row["read_input"])), inputs)
+        if self.recompute:
+            # Nobody but its own backward, which computes it again, needs the last stage's output.
+            y = lax.cond(last, lambda x: x, lambda x: self._through(x, m, base, count), x)
+            return inputs, kept, outputs, sums, y
+        slot = row["write_residual"]
+        kept, y, loss, extras = self._through_keeping(x, m, base, count, kept, slot)
+        sums = _added(sums, (loss, jnp.zeros(()), extras))
+        return inputs, kept, _put(outputs, y, slot), sums, y
+
+    def _through(self, x: Any, m: Any, base: Any, count: Any) -> Any:
+        """x through the layers of a chunk."""
+
+        def one(i: Any, x: Any) -> Any:
+            (y, _), _ = self.parts.layer(*self._layer(base + i), x, m)
+            return y
+
+        return lax.fori_loop(0, count, one, x)
+
+    def _through_keeping(self, x: Any, m: Any, base: Any, count: Any, kept: Any, *at: Any) -> tuple[Any, ...]:
+        """x through the layers of a chunk; what their backwards need is put into kept[*at, layer]."""
+
+        def one(i: Any, carry: Any) -> Any:
+            x, kept, loss, extras = carry
+            (y, more), named, residuals = self.vjp.forward(*self._layer(base + i), x, m)
+            return y, _put(kept, residuals, *at, i), loss + more, jax.tree.map(jnp.add, extras, named)
+
+        start = (x, kept, jnp.zeros(()), self.layer_extras)
+        y, kept, loss, extras = lax.fori_loop(0, count, one, start)
+        return kept, y, loss, extras
+
+    def _backward(self, row: Any, carry: _Carry) -> _Carry:
+        m, base, count, first, last = self._unit(row["backward"])
+        at: tuple[Any, ...] = ()
+        if self.recompute:
+            x = _at(carry.inputs, row["backward_input"])
+            kept = jax.tree.map(lambda s: jnp.zeros((self.work.layers, *s.shape), s.dtype), self.vjp.kept)
+            kept, y, loss, extras = self._through_keeping(x, m, base, count, kept)
+            carry.sums = _added(carry.sums, (loss, jnp.zeros(()), extras))
+        else:
+            kept, at = carry.kept, (row["read_residual"],)
+            y = _at(carry.outputs, *at)
+        gradient, carry.sums, carry.rest_grads = lax.cond(
+            last, self._head, partial(self._from_next, row["read_gradient"], carry.gradients),
+            y, m, carry.sums, carry.rest_grads,
+        )  # fmt: skip
+        one = self._one_backward if self.work.schedule.weight is None else self._one_input_gradient
+        left = carry.layer_grads if self.work.schedule.weight is None else carry.crossing
+
+        def turn(i: Any, both: tuple[Any, Any]) -> tuple[Any, Any]:
+            layer = count - 1 - i
+            return one(row, base, layer, m, _at(kept, *at, layer), *both)
+
+        gradient, left = lax.fori_loop(0, count, turn, (gradient, left))
+        if self.work.schedule.weight is None:
+            carry.layer_grads = left
+        else:
+            carry.crossing = left
+        carry.rest_grads = lax.cond(
+            first, self._embedding, lambda g, m, grads: grads, gradient, m, carry.rest_grads
+        )
+        carry.sent = gradient
+        return carry
+
+    def _head(self, y: Any, m: Any, sums: Any, grads: Any) -> tuple[Any, Any, Any]:
+        loss, pull, (weight, extras) = jax.vjp(
+            lambda rest, y: self.parts.head(rest, y, m), self.rest, y, has_aux=True
+        )
+        more, gradient = pull(jnp.ones_like(loss))
+        return gradient, _added(sums, (loss, weight, extras)), _summed(grads, more)
+
+    def _from_next(
+        self, slot: Any, gradients: Any, y: Any, m: Any, sums: Any, grads: Any
+    ) -> tuple[Any, Any, Any]:
+        return _at(gradients, slot), sums, grads
+
+    def _embedding(self, gradient: Any, m: Any, grads: Any) -> Any:
+        _, pull = jax.vjp(lambda rest: self.parts.embed(rest, m), self.rest)
+        return _summed(grads, pull(gradient)[0])
+
+    def _one_backward(
+        self, row: Any, base: Any, layer: Any, m: Any, kept: Any, gradient: Any, grads: Any
+    ) -> Any:
+        more, dx = self.vjp.backward(*self._layer(base + layer), m, kept, (gradient, jnp.ones(())))
+        return dx, _add_at(grads, more, base + layer)
+
+    def _one_input_gradient(
+        self, row: Any, base: Any, layer: Any, m: Any, kept: Any, gradient: Any, crossing: Any
+    ) -> Any:
+        left, dx = self.vjp.backward_input(*self._layer(base + layer), m, kept, (gradient, jnp.ones(())))
+        return dx, _put(crossing, left, row["write_crossing"], layer)
+
+    def _weight(self, row: Any, carry: _Carry) -> Any:
+        """Gradients of a unit's weights from what its forward kept and its backward left."""
+        m, base, count, _, _ = self._unit(row["weight"])
+
+        def one(i: Any, grads: Any) -> Any:
+            kept, left = (
+                _at(carry.kept, row["weight_residual"], i),
+                _at(carry.crossing, row["read_crossing"], i),
+            )
+            more = self.vjp.backward_weight(*self._layer(base + i), m, kept, left)
+            return _add_at(grads, more, base + i)
+
+        return lax.fori_loop(0, count, one, carry.layer_grads)
+
+    # ---- forward only --------------------------------------------------------------------------
+
+    def evaluation(self) -> Any:
+        """(loss, weight, extras) of all microbatches, without gradients."""
+
+        def tick(carry: Any, rows: dict[str, jax.Array]) -> tuple[Any, None]:
+            row = {name: values[self.stage] for name, values in rows.items()}
+            inputs, sums, y = lax.cond(
+                row["forward"] >= 0, self._evaluate, lambda row, *carry: carry, row, *carry
+            )
+            return (_put_if(inputs, self._handed(y, 1), row["store_input"]), sums, y), None
+
+        inputs = jax.tree.map(lambda s: jnp.zeros((self.work.slots.inputs, *s.shape), s.dtype), self.x)
+        (_, sums, _), _ = lax.scan(tick, (inputs, self.sums, _zeros(self.x)), self._rows())
+        return sums
+
+    def _evaluate(self, row: Any, inputs: Any, sums: Any, idle: Any) -> Any:
+        m, base, count, first, last = self._unit(row["forward"])
+        x = lax.cond(first, lambda: self.parts.embed(self.rest, m), lambda: _at(inputs, row["read_input"]))
+
+        def one(i: Any, carry: Any) -> Any:
+            (y, more), named = self.parts.layer(*self._layer(base + i), carry[0], m)
+            return y, carry[1] + more, jax.tree.map(jnp.add, carry[2], named)
+
+        y, loss, extras = lax.fori_loop(0, count, one, (x, jnp.zeros(()), self.layer_extras))
+
+        def head(sums: Any) -> Any:
+            loss, (weight, extras) = self.parts.head(self.rest, y, m)
+            return _added(sums, (loss, weight, extras))
+
+        sums = lax.cond(last, head, lambda sums: sums, _added(sums, (loss, jnp.zeros(()), extras)))
+        return inputs, sums, y
+
+
+def _idle_forward(row: Any, inputs: Any, kept: Any, outputs: Any, sums: Any, idle: Any) -> Any:
+    return inputs, kept, outputs, sums, idle
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def _at(tree: Any, *index: Any) -> Any:
+    """tree[index] of every leaf."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        start = (*index, *(0,) * (leaf.ndim - len(index)))
+        sizes = (*(1,) * len(index), *leaf.shape[len(index) :])
+        return lax.dynamic_slice(leaf, start, sizes).reshape(leaf.shape[len(index) :])
+
+    return jax.tree.map(one, tree)
+
+
+def _put(tree: Any, value: Any, *index: Any) -> Any:
+    """The tree with tree[index] = value in every leaf."""
+
+    def one(leaf: jax.Array, new: jax.Array) -> jax.Array:
+        start = (*index, *(0,) * (leaf.ndim - len(index)))
+        return lax.dynamic_update_slice(
+            leaf, new.astype(leaf.dtype).reshape(*(1,) * len(index), *new.shape), start
+        )
+
+    return jax.tree.map(one, tree, value)
+
+
+def _put_if(tree: Any, value: Any, slot: jax.Array) -> Any:
+    """`_put` where the slot is not -1."""
+    at = jnp.maximum(slot, 0)
+    kept = jax.tree.map(lambda new, old: jnp.where(slot >= 0, new, old), value, _at(tree, at))
+    return _put(tree, kept, at)
+
+
+def _add_at(tree: Any, value: Any, index: Any) -> Any:
+    return _put(
+        tree, jax.tree.map(lambda old, new: old + new.astype(old.dtype), _at(tree, index), value), index
+    )
+
+
+def _summed(total: Any, more: Any) -> Any:
+    return jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more)
+
+
+def _merged(first: Any, second: Any, join: Callable[[Any, Any], Any]) -> Any:
+    both = {name: jax.tree.map(join, first[name], second[name]) for name in first.keys() & second.keys()}
+    return {**first, **second, **both}
+
+
+def _added(sums: Any, more: Any) -> Any:
+    """Sums (loss, weight, extras) with those of a part of the model, which may know fewer extras."""
+    loss, weight, extras = more
+    named = {
+        **sums[2],
+        **{name: jax.tree.map(jnp.add, sums[2][name], value) for name, value in extras.items()},
+    }
+    return sums[0] + loss, sums[1] + weight, named
+
+
+def _told(x: Any) -> str:
+    return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(x))

@@ -1,0 +1,61 @@
+"""Batches as a loader brings them: host arrays, checked before they go onto devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from dsjax.errors import InputError
+from dsjax.mesh import named_leaves
+
+
+def abstract(batch: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch)
+
+
+def signature(batch: Any) -> Any:
+    leaves = named_leaves(batch)
+    return tuple((n, x.shape, str(x.dtype), str(x.sharding.spec)) for n, x in leaves.items())
+
+
+def leading_rows(batch: Any) -> int:
+    leaves = named_leaves(batch)
+    if not leaves:
+        raise InputError("the batch holds no arrays")
+    rows = {name: (np.shape(leaf) or (0,))[0] for name, leaf in leaves.items()}
+    if len(set(rows.values())) != 1 or 0 in rows.values():
+        shown = ", ".join(f"{name or 'batch'}: {np.shape(leaf)}" for name, leaf in leaves.items())
+        raise InputError(
+            f"the arrays of a batch have the examples as their first dimension, all alike; got {shown}"
+        )
+    return next(iter(rows.values()))
+
+
+def narrow(name: str, value: np.ndarray) -> np.ndarray:
+    """The array in the type that a device holds it in, if its numbers fit there."""
+    kind = np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
+    if kind == value.dtype or value.dtype.kind not in "iuf" or not value.size:
+        return value
+    finite = value[np.isfinite(value)]
+    limits: Any = np.finfo(kind) if kind.kind == "f" else np.iinfo(kind)
+    if finite.size and (finite.min() < limits.min or finite.max() > limits.max):
+        raise InputError(
+            f"data: {name or 'the batch'} holds {value.dtype} numbers that {kind} cannot hold (from "
+            f"{finite.min()} to {finite.max()}); scale them, or set jax_enable_x64"
+        )
+    return value.astype(kind)
+
+
+def refuse_nan(name: str, value: np.ndarray, step: int | None) -> None:
+    if value.dtype.kind not in "fcV" or value.dtype.names is not None:
+        return
+    bad = np.isnan(value)
+    if bad.any():
+        where = "the batch" if step is None else f"the batch of step {step}"
+        rows = np.unique(np.argwhere(bad.reshape(-1, *value.shape[2:]) if value.ndim > 1 else bad)[:, 0])[:5]
+        raise InputError(
+            f"data: {where} holds NaN in {name or 'its array'}, rows {', '.join(map(str, rows))} of this "
+            "process; clean the data set (nothing was changed by this batch)"
+        )

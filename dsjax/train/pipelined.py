@@ -1,0 +1,282 @@
+"""Gradients over a pipeline: a model declared in stages, as the pure functions that the executor runs.
+
+One shard_map, manual over `pipeline` and the batch's axes: gradients of all microbatches add up on their device
+and cross the data axes once, at the end.  `tensor` and `context` stay with the compiler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from dsjax.mesh import BATCH_AXES, Layout, gather_all, gathered, map_named, named_leaves, use_layout
+from dsjax.mesh.axes import SHARD_AXES
+from dsjax.mesh.layout import axes_of_entry, gather_local
+from dsjax.models import Stages
+from dsjax.pipelining.executor import AXIS, Parts, Pipeline, Work
+from dsjax.pipelining.schedule import forward_only
+from dsjax.pipelining.slots import allot
+from dsjax.train.losses import layer_result, normalised, stack_of
+from dsjax.train.randomness import ExampleContext, at_step, examples
+
+LOCAL = frozenset({AXIS, *BATCH_AXES})
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """How a step is pipelined: the model's stages, and the schedule laid out for it."""
+
+    stages: Stages
+    work: Work
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the functions below share: a model's structure, its layout inside the shard_map, train or eval."""
+
+    graph: Any
+    stages: Stages
+    layout: Layout
+    training: bool
+
+    def split(self, state: Any) -> tuple[Any, Any]:
+        """A state as (the stack's own variables, the rest)."""
+        names = tuple(self.stages.layers.split("/"))
+        stacked, rest = nnx.split_state(
+            state, lambda path, _: tuple(map(str, path[: len(names)])) == names, ...
+        )
+        for name in names:
+            stacked = stacked[name] if name in stacked else nnx.State({})
+        return stacked, rest
+
+    def whole(self, stacked: Any, rest: Any) -> Any:
+        """The opposite of `split`."""
+        for name in reversed(self.stages.layers.split("/")):
+            stacked = nnx.State({name: stacked})
+        return nnx.merge_state(stacked, rest)
+
+
+def pipelined(
+    graph: Any, layout: Layout, pipelining: Pipelining, state: Any, batch: Any
+) -> tuple[tuple[Any, Any, Any], Any]:
+    """Sums (loss, weight, extras) over the microbatches, and gradients in their parameters' places, fp32.
+
+    Args:
+      batch: arrays [A * M, rows, ...]: M microbatches a pass of the pipeline, A passes.
+    """
+    call = _Call(graph, pipelining.stages, _inside(layout, state.params, state.model_state), True)
+    count = pipelining.work.schedule.microbatches
+    lead = jax.tree.leaves(batch)[0].shape[:2]
+    places = jnp.arange(lead[0] * lead[1], dtype=jnp.int32).reshape(lead)
+    batch, places = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), (batch, places))
+
+    def body(params: Any, model_state: Any, batch: Any, places: Any, step: Any) -> Any:
+        with use_layout(call.layout):
+            return _gradients(call, pipelining.work, params, model_state, batch, places, step)
+
+    param_specs = _manual_specs(call.layout, state.params)
+    rows = P(None, None, BATCH_AXES)
+    mapped = jax.shard_map(
+        body,
+        mesh=layout.mesh,
+        axis_names=set(LOCAL),
+        in_specs=(param_specs, _manual_specs(call.layout, state.model_state), rows, rows, P()),
+        out_specs=(P(), param_specs),
+        check_vma=False,
+    )
+    return mapped(state.params, state.model_state, batch, places, state.step)
+
+
+def _gradients(
+    call: _Call, work: Work, params: Any, model_state: Any, batch: Any, places: Any, step: Any
+) -> tuple[Any, Any]:
+    layout = call.layout
+    params, model_state = (_over_stages(layout, tree) for tree in (params, model_state))
+    if layout.fsdp_gather == "step":
+        params = gather_all(params)
+    layers, rest = call.split(params)
+    states, others = call.split(model_state)
+
+    def pipeline_of(data: Any, first: Any) -> Pipeline:
+        parts = _parts(call, (layers, states), (rest, others), data, lambda m: (step, first + m))
+        return Pipeline(parts, work, layers, states, rest)
+
+    def one_pass(index: Any, carry: Any) -> Any:
+        data = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), (batch, places))
+        return pipeline_of(data, index * work.schedule.microbatches).gradients(*carry)
+
+    first = jax.tree.map(lambda x: x[0], (batch, places))
+    start = jax.eval_shape(lambda: pipeline_of(first, 0).sums)
+    sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), start)
+    zeros = map_named(partial(_accumulator, layout), params)
+    grads = call.split(zeros)
+    passes = places.shape[0]
+    carry = (sums, *grads)
+    carry = one_pass(0, carry) if passes == 1 else lax.fori_loop(0, passes, one_pass, carry)
+    sums, grads = lax.psum(carry[0], tuple(LOCAL)), call.whole(*carry[1:])
+    return sums, map_named(partial(_reduced, layout), grads)
+
+
+def _parts(call: _Call, stack: Any, rest: Any, data: Any, when: Any) -> Parts:
+    """The executor's functions: `stack` and `rest` are pairs (parameters, other variables)."""
+    stages, (batch, places) = call.stages, data
+    model = nnx.merge(call.graph, call.whole(stack[0], rest[0]), call.whole(stack[1], rest[1]), copy=True)
+    layer_graph = nnx.split(stack_of(model, stages))[0]
+
+    def microbatch(m: Any) -> tuple[Any, ExampleContext]:
+        now, here = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, m, keepdims=False), (batch, places))
+        return stages.prepare(now), ExampleContext(here)
+
+    def mode(module: Any) -> Any:
+        module.train() if call.training else module.eval()
+        return module
+
+    def model_of(params: Any, m: Any) -> Any:
+        variables = call.whole(stack[0], params), call.whole(stack[1], at_step(rest[1], *when(m)))
+        return mode(nnx.merge(call.graph, *variables, copy=True))
+
+    def embed(params: Any, m: Any) -> Any:
+        prepared, context = microbatch(m)
+        with examples(context):
+            return stages.embed(model_of(params, m), prepared)
+
+    def layer(own: Any, state: Any, x: Any, m: Any) -> Any:
+        prepared, context = microbatch(m)
+        own, state = gathered(own, stages.layers), gathered(at_step(state, *when(m)), stages.layers)
+        with examples(context):
+            y, loss, extras = layer_result(
+                stages.layer(mode(nnx.merge(layer_graph, own, state, copy=True)), x, prepared)
+            )
+        return (y, loss), extras
+
+    def head(params: Any, x: Any, m: Any) -> Any:
+        prepared, context = microbatch(m)
+        with examples(context):
+            loss, weight, extras = normalised(stages.head(model_of(params, m), x, prepared))
+        return loss, (weight, extras)
+
+    return Parts(embed, _recomputed(layer, stages.remat) if call.training else layer, head)
+
+
+def _recomputed(layer: Any, remat: str) -> Any:
+    if remat == "none":
+        return layer
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    # Forward and backward stand in different loops, so the compiler cannot merge the two computations.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+
+def evaluated(
+    graph: Any, layout: Layout, pipelining: Pipelining, params: Any, model_state: Any, batch: Any
+) -> Any:
+    """Sums (loss, weight, extras) of a batch [B, ...], forward only.
+
+    A batch that does not divide over the data axes is computed by all of them.
+    """
+    call = _Call(graph, pipelining.stages, _inside(layout, params, model_state), False)
+    schedule, rows = pipelining.work.schedule, jax.tree.leaves(batch)[0].shape[0]
+    shards = 1
+    for axis in BATCH_AXES:
+        shards *= layout.axis_size(axis)
+    shared = rows % shards == 0
+    each = rows // shards if shared else rows
+    count = next(n for n in range(min(schedule.microbatches, each), 0, -1) if each % n == 0)
+    table = forward_only(schedule.stages, count, schedule.virtual)
+    work = replace(pipelining.work, schedule=table, slots=allot(table, "inputs"))
+
+    def body(params: Any, model_state: Any, batch: Any) -> Any:
+        with use_layout(call.layout):
+            params, model_state = (_over_stages(call.layout, tree) for tree in (params, model_state))
+            if layout.fsdp_gather == "step":
+                params = gather_all(params)
+            (layers, rest), (states, others) = call.split(params), call.split(model_state)
+            batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+            places = jnp.zeros(jax.tree.leaves(batch)[0].shape[:2], jnp.int32)
+            parts = _parts(
+                call, (layers, states), (rest, others), (batch, places), lambda m: (jnp.int32(0), 0)
+            )
+            sums = Pipeline(parts, work, layers, states, rest).evaluation()
+        return lax.psum(sums, tuple(LOCAL) if shared else AXIS)
+
+    rows_spec = P(BATCH_AXES) if shared else P()
+    mapped = jax.shard_map(
+        body,
+        mesh=layout.mesh,
+        axis_names=set(LOCAL),
+        in_specs=(*(_manual_specs(call.layout, tree) for tree in (params, model_state)), rows_spec),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return mapped(params, model_state, batch)
+
+
+# ---- places --------------------------------------------------------------------------------------
+
+
+def _inside(layout: Layout, *trees: Any) -> Layout:
+    """The layout as it is seen in the body of the shard_map."""
+    places = {}
+    for tree in trees:
+        for path, leaf in named_leaves(tree).items():
+            spec = _place(layout, path, leaf)
+            places[path] = P(*spec, *(None,) * (leaf.ndim - len(spec)))
+    return replace(layout, local=LOCAL, places=places)
+
+
+def _place(layout: Layout, path: str, leaf: Any) -> P:
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return layout.param_spec(path, leaf.shape)
+    return P(AXIS) if layout.in_stack(path) else P()
+
+
+def _manual_specs(layout: Layout, tree: Any) -> Any:
+    return map_named(lambda path, leaf: _only(layout.places[path], lambda axis: axis in LOCAL), tree)
+
+
+def _only(spec: P, wanted: Any) -> P:
+    return P(*(tuple(a for a in axes_of_entry(entry) if wanted(a)) or None for entry in spec))
+
+
+def _over_stages(layout: Layout, tree: Any) -> Any:
+    """What lies before and after the layers, gathered over the stages."""
+
+    def one(path: str, leaf: Any) -> Any:
+        return leaf if layout.in_stack(path) else gather_local(layout, path, leaf, (AXIS,))
+
+    return map_named(one, tree)
+
+
+def _accumulator(layout: Layout, path: str, leaf: Any) -> jax.Array:
+    zeros = jnp.zeros(leaf.shape, jnp.float32)
+    if layout.alone:
+        return zeros
+    gone = (*LOCAL, *(SHARD_AXES if layout.fsdp_gather == "step" else ()))
+    return lax.with_sharding_constraint(
+        zeros, layout.place(_only(layout.places[path], lambda a: a not in gone))
+    )
+
+
+def _reduced(layout: Layout, path: str, grad: jax.Array) -> jax.Array:
+    """The sum of a gradient over the devices that hold its parameter, scattered as the parameter lies.
+
+    Where parameters are gathered by layer their gradients were scattered over `fsdp` there.
+    """
+    spec, stacked = layout.places[path], layout.in_stack(path)
+    cut = set()
+    for dimension, entry in enumerate(spec):
+        for axis in axes_of_entry(entry):
+            if axis not in LOCAL:
+                continue
+            cut.add(axis)
+            gathered_here = axis == AXIS if not stacked else False
+            if gathered_here or (axis in SHARD_AXES and layout.fsdp_gather == "step"):
+                grad = lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
+    left = tuple(a for a in LOCAL if a not in cut and layout.axis_size(a) > 1)
+    return lax.psum(grad, left) if left else grad

@@ -1,0 +1,194 @@
+"""A stack of layers as a pipeline stores it: which layer lies in which slot, for states and for their checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsjax.config.parallel import PipelineConfig
+from dsjax.errors import ConfigError
+from dsjax.mesh import map_named, named_leaves
+from dsjax.models import Stages
+from dsjax.pipelining.executor import Work
+from dsjax.pipelining.partition import Partition, even, restacked, sizes_of
+from dsjax.pipelining.schedule import make_schedule
+from dsjax.pipelining.slots import allot
+from dsjax.train.pipelined import Pipelining
+
+# Microbatches a stage, where the config names none: a bubble below a fifth, and stashes still small.
+_MICROBATCHES_A_STAGE = 4
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """How the stack of a model's layers is shared out over the stages of a mesh."""
+
+    pipelining: Pipelining
+    partition: Partition
+
+    @property
+    def path(self) -> str:
+        """The stack's path in the model."""
+        return self.pipelining.stages.layers
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The layer in each slot, -1 where there is none."""
+        return self.partition.slots
+
+    def stored(self, tree: Any, held: Sequence[int] | None = None) -> Any:
+        """A tree with its stacks in this stacking's slots.
+
+        Args:
+          tree: a state, or part of one; its leaves are known by their names.
+          held: the layer in each slot now; default: all layers in order.
+        """
+        now = np.arange(self.partition.layers) if held is None else np.asarray(held)
+        return restack(tree, self.path, now, self.slots)
+
+    def in_order(self, tree: Any) -> Any:
+        """The opposite: a tree with all layers in order and no unused slots."""
+        return restack(tree, self.path, self.slots, np.arange(self.partition.layers))
+
+
+def restack(tree: Any, path: str, held: np.ndarray, wanted: np.ndarray) -> Any:
+    """A tree whose stacks lie in the slots `held` with them in the slots `wanted`."""
+    if np.array_equal(held, wanted):
+        return tree
+
+    def one(name: str, leaf: Any) -> Any:
+        return restacked(leaf, held, wanted) if is_stacked(name, leaf.shape, path, len(held)) else leaf
+
+    return map_named(one, tree)
+
+
+def is_stacked(name: str, shape: Sequence[int], path: str, slots: int) -> bool:
+    """Whether a leaf (a parameter, a moment of one, a random stream) is of the stack of layers."""
+    return f"/{path}/" in f"/{name}/" and len(shape) > 0 and shape[0] == slots
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a checkpoint holds a stack of layers; what is written beside it."""
+
+    path: str
+    slots: tuple[int, ...]
+
+    @staticmethod
+    def of(stacking: Stacking | None, facts: Mapping[str, Any]) -> Held | None:
+        """That of a checkpoint by its facts; one without a word of it holds its layers in order."""
+        told = facts.get("layers")
+        if told:
+            return Held(told["path"], tuple(told["slots"]))
+        return None if stacking is None else Held(stacking.path, tuple(range(stacking.partition.layers)))
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"path": self.path, "slots": list(self.slots)}
+
+    def like(self, abstract: Any, wanted: np.ndarray) -> Any:
+        """An abstract tree whose stacks have the slots `wanted`, with this one's."""
+
+        def one(name: str, leaf: Any) -> Any:
+            if not is_stacked(name, leaf.shape, self.path, len(wanted)):
+                return leaf
+            mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
+            if len(self.slots) % mesh.shape["pipeline"]:
+                spec = P(None, *spec[1:])
+            return jax.ShapeDtypeStruct(
+                (len(self.slots), *leaf.shape[1:]), leaf.dtype, sharding=NamedSharding(mesh, spec)
+            )
+
+        return map_named(one, abstract)
+
+
+def stacking_of(
+    stages: Stages | None, model: nnx.Module, mesh: Mesh, pipeline: PipelineConfig, microbatches: int
+) -> Stacking | None:
+    """The stacking of a model over a mesh; None where the mesh has one stage.
+
+    Args:
+      model: abstract.
+      microbatches: a pass of the pipeline.
+
+    Raises:
+      ConfigError: a model that cannot be cut, or settings that do not go together; with what would work.
+    """
+    count = mesh.shape["pipeline"]
+    if count == 1:
+        return None
+    if stages is None:
+        raise ConfigError(
+            f"mesh.pipeline: {count} stages need a model that says where it can be cut: give `stages` (a dsjax.Stages "
+            "of embed, layer and head) beside init, or set mesh.pipeline=1"
+        )
+    _check_model(stages, model)
+    layers = sizes_of(_stack_leaves(stages, model))
+    virtual = pipeline.virtual_stages or (2 if pipeline.schedule == "interleaved" else 1)
+    schedule = make_schedule(pipeline.schedule, count, microbatches, virtual)
+    recompute = pipeline.schedule != "zero_bubble" if pipeline.recompute is None else pipeline.recompute
+    if not recompute and pipeline.schedule == "zero_bubble" and stages.remat != "none":
+        raise ConfigError(
+            f"train.remat: {stages.remat} computes a layer again in the backward pass, of which zero_bubble would "
+            "gain nothing; set train.remat=none, or pipeline.schedule=1f1b"
+        )
+    partition = (
+        even(layers, count, virtual) if pipeline.layers is None else _given(pipeline, layers, count, virtual)
+    )
+    slots = allot(schedule, "inputs" if recompute else "residuals")
+    work = Work(schedule, slots, partition.depth, partition.counts)
+    return Stacking(Pipelining(stages, work), partition)
+
+
+def _stack_leaves(stages: Stages, model: nnx.Module) -> dict[str, Any]:
+    leaves = named_leaves(nnx.state(model, nnx.Param))
+    return {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{stages.layers}/")}
+
+
+def _check_model(stages: Stages, model: nnx.Module) -> None:
+    if jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
+        raise ConfigError(
+            "mesh.pipeline: the model has BatchNorm statistics, which would be of one stage's microbatch; use a norm "
+            "without running statistics (LayerNorm, RMSNorm, GroupNorm), or mesh.pipeline=1"
+        )
+    if stages.remat.startswith("every_"):
+        raise ConfigError(
+            f"train.remat: {stages.remat} groups the layers of one stack; a stage of a pipeline keeps its input alone "
+            "(pipeline.recompute) or takes train.remat none, full or dots"
+        )
+
+
+def _given(pipeline: PipelineConfig, layers: int, stages: int, virtual: int) -> Partition:
+    counts = tuple(pipeline.layers or ())
+    fault = None
+    if len(counts) != stages * virtual:
+        fault = f"names {len(counts)} stages, there are {stages * virtual} (mesh.pipeline x virtual_stages)"
+    elif sum(counts) != layers:
+        fault = f"adds up to {sum(counts)} layers, the model has {layers}"
+    if fault:
+        works = list(even(layers, stages, virtual).counts)
+        raise ConfigError(f"pipeline.layers: {list(counts)} {fault}; {works} works")
+    return Partition(stages, virtual, counts)
+
+
+def microbatches_of(pipeline: PipelineConfig, stages: int, rows: int | None) -> int:
+    """Microbatches of a pass: as set, or the most up to four a stage that divide a device's rows.
+
+    Args:
+      rows: rows of a device in a pass; None where only the batches will tell.
+    """
+    if stages == 1:
+        return 1
+    if pipeline.microbatches is not None:
+        return pipeline.microbatches
+    most = _MICROBATCHES_A_STAGE * stages
+    if rows is None:
+        return most
+    return next(n for n in range(min(most, rows), 0, -1) if rows % n == 0)
