@@ -36,7 +36,7 @@ SIMULATED = 8  # CPU devices
 WIDTH = 120  # of the table where the output is no terminal
 # A program of several results gives them as one tuple, which is a table of their addresses.
 POINTER = 8
-TYPES = {"bf16": "bfloat16", "fp32": "float32"}
+TYPES = {"bf16": "bfloat16", "f32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def shares(quick: bool) -> dict[str, Any]:
     for name, dtype in TYPES.items():
         a = jax.random.normal(jax.random.key(0), (side, side), dtype)
         seconds = timed(jax.jit(lambda x: x @ x), a, rounds, each)
-        products[name] = 2 * side**3 / seconds / chip.flops(name)
+        products[chip.unit(name)] = 2 * side**3 / seconds / chip.flops(name)
     x = jnp.zeros(size, jnp.float32)
     found = {"products": products, "memory": 2 * x.nbytes / timed(jax.jit(lambda x: x + 1), x, rounds, each)}
     found["memory"] /= chip.memory.bandwidth

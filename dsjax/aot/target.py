@@ -65,6 +65,19 @@ class Target:
             return self.size
         return max(self.devices_per_host, self.chip.domain or 0)
 
+    @property
+    def doubt(self) -> str | None:
+        """What is odd about the name: hosts of more GPUs than such hosts have; None where nothing is."""
+        each, usual = self.devices_per_host, self.chip.devices
+        if self.chip.kind != "gpu" or each <= usual:
+            return None
+        hosts = f"one host of {each}" if self.hosts == 1 else f"{self.hosts} hosts of {each}"
+        said = f"{self.name}: {hosts}; {self.chip.name} hosts have {usual}"
+        if each % usual:
+            return said
+        meant = self.size // usual
+        return f"{said}: write {meant}x{usual}x{self.chip.name} if these are {meant} hosts"
+
     def devices(self) -> list[Any]:
         """Compile-only jax devices, those of a host adjacent (for cpu, simulated ones).
 

@@ -18,7 +18,8 @@ class Work:
     """Computation and memory traffic of one device.
 
     Attributes:
-      flops: HLO element type of the operands -> FLOPs of products (a multiply-add is two).
+      flops: HLO element type of the operands -> FLOPs of products (a multiply-add is two); of f32 that asks
+        for the highest precision, `fp32` (see `Chip.unit`).
       bytes: read from and written to device memory, as if nothing stayed in a cache.
     """
 
@@ -164,13 +165,20 @@ def own_flops(computation: Computation, instruction: Instruction) -> dict[str, f
     if opcode in ("dot", "scaled-dot", "ragged-dot"):
         lhs = flat(computation.operands(instruction)[0].shape)[0]
         contracted = _numbers(instruction.attributes.get("lhs_contracting_dims", ""))
-        return {lhs.dtype: 2.0 * flat(instruction.shape)[0].size * math.prod(lhs.dims[d] for d in contracted)}
+        unit = _unit(lhs.dtype, instruction.attributes.get("operand_precision", ""))
+        return {unit: 2.0 * flat(instruction.shape)[0].size * math.prod(lhs.dims[d] for d in contracted)}
     if opcode == "convolution":
         lhs, kernel = (flat(o.shape)[0] for o in computation.operands(instruction))
-        return {lhs.dtype: _convolution(instruction, flat(instruction.shape)[0], kernel)}
+        unit = _unit(lhs.dtype, instruction.attributes.get("operand_precision", ""))
+        return {unit: _convolution(instruction, flat(instruction.shape)[0], kernel)}
     if opcode == "custom-call":
         return _library(computation, instruction)
     return {}
+
+
+def _unit(dtype: str, precision: str) -> str:
+    """An f32 product runs exact only where its operands ask for the highest precision."""
+    return "fp32" if dtype == "f32" and "highest" in precision.lower() else dtype
 
 
 def _numbers(text: str) -> list[int]:
@@ -191,9 +199,11 @@ def _library(computation: Computation, instruction: Instruction) -> dict[str, fl
     operands = [array for o in computation.operands(instruction) for array in flat(o.shape)]
     if target.startswith(("__cublas$", "__onednn$matmul")) and operands:
         config = _gemm_config(instruction.backend_config)
-        contracted = [int(d) for d in config.get("lhs_contracting_dimensions", [len(operands[0].dims) - 1])]
+        unit = _unit(operands[0].dtype, str(config.get("precision_config", "")))
+        numbers = config.get("dot_dimension_numbers", {})
+        contracted = [int(d) for d in numbers.get("lhs_contracting_dimensions", [len(operands[0].dims) - 1])]
         depth = math.prod(operands[0].dims[d] for d in contracted)
-        return {operands[0].dtype: 2.0 * flat(instruction.shape)[0].size * depth}
+        return {unit: 2.0 * flat(instruction.shape)[0].size * depth}
     if target.startswith("__cudnn$fmha") and operands:
         return {operands[0].dtype: _attention(instruction, operands)}
     if target.startswith("__cudnn$conv") and len(operands) > 1:
@@ -215,7 +225,7 @@ def target_of(instruction: Instruction) -> str:
 def _gemm_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in ("gemm_backend_config", "onednn_matmul_config"):
         if key in config:
-            return config[key].get("dot_dimension_numbers", {})
+            return config[key]
     return {}
 
 

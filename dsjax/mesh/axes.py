@@ -34,7 +34,7 @@ def resolve_sizes(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:
     full = {axis: int(sizes.get(axis, 1)) for axis in AXES}
     free = [axis for axis in AXES if full[axis] == -1]
     known = math.prod(size for size in full.values() if size != -1)
-    shown = " x ".join(f"{a} {s}" for a, s in full.items() if s != 1) or "one device"
+    shown = " x ".join(f"{a.replace('_', ' ')} {s}" for a, s in full.items() if s != 1) or "one device"
     if free:
         if devices % known:
             raise ConfigError(

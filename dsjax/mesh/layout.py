@@ -114,8 +114,12 @@ class Layout:
         return NamedSharding(jax.sharding.get_abstract_mesh() if self.local else self.mesh, spec)
 
     def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` over each device's own part of its arguments; itself where nothing is cut."""
-        if self.alone:
+        """`function` over each device's own part of its arguments; itself on one device.
+
+        Where no axis is left it is wrapped all the same: operations with a partitioning of their own (cuDNN's
+        attention) do not compile in a shard_map that leaves axes to the compiler.
+        """
+        if self.mesh.size == 1:
             return function
         return jax.shard_map(
             function,
@@ -215,7 +219,7 @@ class Layout:
                     parts = math.prod(self.mesh.shape[a] for a in axes)
                     if leaf.shape[index] % parts:
                         indivisible = True
-                        cut = " x ".join(a for a in axes if self.mesh.shape[a] > 1)
+                        cut = " x ".join(a.replace("_", " ") for a in axes if self.mesh.shape[a] > 1)
                         faults.append(
                             f"{path}: dimension {index} ({name}, {leaf.shape[index]}) does not divide over "
                             f"mesh.{cut} {parts}"
@@ -413,7 +417,7 @@ def manual(
       The function of global arrays; `function` itself where there is one device or no layout.
     """
     layout = _current.get()
-    if layout is None or layout.alone:
+    if layout is None or layout.mesh.size == 1:
         return function
     single = all(name is None or isinstance(name, str) for name in out_names)
     out_specs: Any = (

@@ -11,6 +11,7 @@ Runs in the body of a shard_map over `pipeline` and the batch's axes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -26,6 +27,9 @@ from dsjax.pipelining.schedule import Schedule
 from dsjax.pipelining.slots import Slots
 
 AXIS = "pipeline"
+# Names that the parts of a tick have in the compiled program.
+FORWARD, BACKWARD, WEIGHT = "stage_forward", "stage_backward", "stage_weight"
+FIRST, LAST = "first_stage", "last_stage"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class _Carry:
     outputs: Any  # [slots, ...x], of the forwards whose residuals are kept
     crossing: Any  # [slots, layers, ...]
     sent: Any  # the gradient on its way to the stage before
-    passed: Any  # the activation on its way to the next stage (where a tick holds one operation)
+    passed: Any  # the activation on its way to the next stage
 
 
 jax.tree_util.register_dataclass(_Carry, [f.name for f in fields(_Carry)], [])
@@ -132,17 +136,29 @@ class Pipeline:
             sums=sums, layer_grads=layer_grads, rest_grads=rest_grads,
             inputs=stash(slots.inputs, self.x),
             gradients=stash(max(slots.gradients, 1), self.x),
-            kept=stash(slots.residuals, self.vjp.kept, depth),
+            # One slot where stages are computed again: the backward's own, made once and not in every tick.
+            kept=stash(max(slots.residuals, 1), self.vjp.kept, depth),
             outputs=stash(slots.residuals, self.x),
             crossing=stash(slots.crossings, self.crossing, depth),
             sent=_zeros(self.x),
-            passed=_zeros(self.x) if self.one_a_tick else None,
+            passed=_zeros(self.x),
         )  # fmt: skip
-        carry, _ = lax.scan(self._tick, carry, self._rows())
+        carry = self._ticks(self._tick, carry)
         return carry.sums, carry.layer_grads, carry.rest_grads
 
-    def _rows(self) -> dict[str, jax.Array]:
-        """The tables, a row [stages] a tick."""
+    def _ticks(self, tick: Callable[[Any, dict[str, jax.Array]], Any], carry: Any) -> Any:
+        """Runs `tick(carry, this stage's row of the tables)` over all ticks."""
+        tables = self._tables()
+
+        def one(t: Any, carry: Any) -> Any:
+            return tick(carry, {name: table[t, self.stage] for name, table in tables.items()})
+
+        # To XLA the number of ticks is unknown: it would write two of them out, and compile twice as much.
+        first = lax.optimization_barrier(jnp.int32(0))
+        return lax.fori_loop(first, self.work.schedule.ticks, one, carry)
+
+    def _tables(self) -> dict[str, jax.Array]:
+        """The tables that say what is done and where things lie: [ticks, stages]."""
         schedule, slots = self.work.schedule, self.work.slots
         tables = {"forward": schedule.forward, "backward": schedule.backward}
         if schedule.weight is not None:
@@ -156,26 +172,24 @@ class Pipeline:
             tables["store_input"][0] = -1
         return {name: jnp.asarray(table) for name, table in tables.items()}
 
-    def _tick(self, carry: _Carry, rows: dict[str, jax.Array]) -> tuple[_Carry, None]:
-        row = {name: values[self.stage] for name, values in rows.items()}
+    def _tick(self, carry: _Carry, row: dict[str, jax.Array]) -> _Carry:
         came = self._handed(carry.sent, -1)
         carry.gradients = _put_if(carry.gradients, came, row["store_gradient"])
         if self.one_a_tick:
             carry.inputs = _put_if(carry.inputs, self._handed(carry.passed, 1), row["store_input"])
-        carry.inputs, carry.kept, carry.outputs, carry.sums, y = lax.cond(
-            row["forward"] >= 0, self._forward, _idle_forward,
-            row, carry.inputs, carry.kept, carry.outputs, carry.sums, carry.sent,
-        )  # fmt: skip
-        arrived = None if self.one_a_tick else self._handed(y, 1)
-        carry = lax.cond(row["backward"] >= 0, self._backward, lambda row, carry: carry, row, carry)
+        made = (carry.inputs, carry.kept, carry.outputs, carry.sums, carry.passed)
+        with jax.named_scope(FORWARD):
+            made = _when(row["forward"] >= 0, partial(self._forward, row), made)
+        carry.inputs, carry.kept, carry.outputs, carry.sums, carry.passed = made
+        arrived = None if self.one_a_tick else self._handed(carry.passed, 1)
+        with jax.named_scope(BACKWARD):
+            carry = _when(row["backward"] >= 0, partial(self._backward, row), carry)
         if self.one_a_tick:
-            carry.passed = y
-            carry.layer_grads = lax.cond(
-                row["weight"] >= 0, self._weight, lambda row, carry: carry.layer_grads, row, carry
-            )
+            with jax.named_scope(WEIGHT):
+                carry = _when(row["weight"] >= 0, partial(self._weight, row), carry)
         else:
             carry.inputs = _put_if(carry.inputs, arrived, row["store_input"])
-        return carry, None
+        return carry
 
     def _handed(self, x: Any, by: int) -> Any:
         """Each stage's x to the next one (by=1) or the one before (by=-1), round in a ring."""
@@ -199,18 +213,19 @@ class Pipeline:
     def _layer(self, index: jax.Array) -> tuple[Any, Any]:
         return _at(self.layers, index), _at(self.states, index)
 
-    def _forward(self, row: Any, inputs: Any, kept: Any, outputs: Any, sums: Any, idle: Any) -> Any:
+    def _forward(self, row: Any, made: Any) -> Any:
+        inputs, kept, outputs, sums, _ = made
         m, base, count, first, last = self._unit(row["forward"])
+        slot = row["read_input"]
 
-        def embedded(inputs: Any) -> tuple[Any, Any]:
+        def embedded(made: Any) -> Any:
             x = self.parts.embed(self.rest, m)
-            return _put(inputs, x, row["read_input"]), x
+            return _put(made[0], x, slot), x
 
-        inputs, x = lax.cond(first, embedded, lambda inputs: (inputs, _at(inputs, row["read_input"])), inputs)
+        inputs, x = _when(first, embedded, (inputs, _at(inputs, slot)), FIRST)
         if self.recompute:
             # Nobody but its own backward, which computes it again, needs the last stage's output.
-            y = lax.cond(last, lambda x: x, lambda x: self._through(x, m, base, count), x)
-            return inputs, kept, outputs, sums, y
+            return inputs, kept, outputs, sums, _when(~last, lambda x: self._through(x, m, base, count), x)
         slot = row["write_residual"]
         kept, y, loss, extras = self._through_keeping(x, m, base, count, kept, slot)
         sums = _added(sums, (loss, jnp.zeros(()), extras))
@@ -225,13 +240,15 @@ class Pipeline:
 
         return lax.fori_loop(0, count, one, x)
 
-    def _through_keeping(self, x: Any, m: Any, base: Any, count: Any, kept: Any, *at: Any) -> tuple[Any, ...]:
-        """x through the layers of a chunk; what their backwards need is put into kept[*at, layer]."""
+    def _through_keeping(
+        self, x: Any, m: Any, base: Any, count: Any, kept: Any, slot: Any
+    ) -> tuple[Any, ...]:
+        """x through the layers of a chunk; what their backwards need is put into kept[slot, layer]."""
 
         def one(i: Any, carry: Any) -> Any:
             x, kept, loss, extras = carry
             (y, more), named, residuals = self.vjp.forward(*self._layer(base + i), x, m)
-            return y, _put(kept, residuals, *at, i), loss + more, jax.tree.map(jnp.add, extras, named)
+            return y, _put(kept, residuals, slot, i), loss + more, jax.tree.map(jnp.add, extras, named)
 
         start = (x, kept, jnp.zeros(()), self.layer_extras)
         y, kept, loss, extras = lax.fori_loop(0, count, one, start)
@@ -239,48 +256,41 @@ class Pipeline:
 
     def _backward(self, row: Any, carry: _Carry) -> _Carry:
         m, base, count, first, last = self._unit(row["backward"])
-        at: tuple[Any, ...] = ()
+        slot: Any = row["read_residual"]
         if self.recompute:
+            slot = 0
             x = _at(carry.inputs, row["backward_input"])
-            kept = jax.tree.map(lambda s: jnp.zeros((self.work.layers, *s.shape), s.dtype), self.vjp.kept)
-            kept, y, loss, extras = self._through_keeping(x, m, base, count, kept)
+            carry.kept, y, loss, extras = self._through_keeping(x, m, base, count, carry.kept, slot)
             carry.sums = _added(carry.sums, (loss, jnp.zeros(()), extras))
         else:
-            kept, at = carry.kept, (row["read_residual"],)
-            y = _at(carry.outputs, *at)
-        gradient, carry.sums, carry.rest_grads = lax.cond(
-            last, self._head, partial(self._from_next, row["read_gradient"], carry.gradients),
-            y, m, carry.sums, carry.rest_grads,
-        )  # fmt: skip
+            y = _at(carry.outputs, slot)
+        came = _at(carry.gradients, jnp.maximum(row["read_gradient"], 0))
+        gradient, carry.sums, carry.rest_grads = _when(
+            last, partial(self._head, y, m), (came, carry.sums, carry.rest_grads), LAST
+        )
         one = self._one_backward if self.work.schedule.weight is None else self._one_input_gradient
         left = carry.layer_grads if self.work.schedule.weight is None else carry.crossing
 
         def turn(i: Any, both: tuple[Any, Any]) -> tuple[Any, Any]:
             layer = count - 1 - i
-            return one(row, base, layer, m, _at(kept, *at, layer), *both)
+            return one(row, base, layer, m, _at(carry.kept, slot, layer), *both)
 
         gradient, left = lax.fori_loop(0, count, turn, (gradient, left))
         if self.work.schedule.weight is None:
             carry.layer_grads = left
         else:
             carry.crossing = left
-        carry.rest_grads = lax.cond(
-            first, self._embedding, lambda g, m, grads: grads, gradient, m, carry.rest_grads
-        )
+        carry.rest_grads = _when(first, partial(self._embedding, gradient, m), carry.rest_grads, FIRST)
         carry.sent = gradient
         return carry
 
-    def _head(self, y: Any, m: Any, sums: Any, grads: Any) -> tuple[Any, Any, Any]:
+    def _head(self, y: Any, m: Any, made: Any) -> tuple[Any, Any, Any]:
+        _, sums, grads = made
         loss, pull, (weight, extras) = jax.vjp(
             lambda rest, y: self.parts.head(rest, y, m), self.rest, y, has_aux=True
         )
         more, gradient = pull(jnp.ones_like(loss))
         return gradient, _added(sums, (loss, weight, extras)), _summed(grads, more)
-
-    def _from_next(
-        self, slot: Any, gradients: Any, y: Any, m: Any, sums: Any, grads: Any
-    ) -> tuple[Any, Any, Any]:
-        return _at(gradients, slot), sums, grads
 
     def _embedding(self, gradient: Any, m: Any, grads: Any) -> Any:
         _, pull = jax.vjp(lambda rest: self.parts.embed(rest, m), self.rest)
@@ -298,7 +308,7 @@ class Pipeline:
         left, dx = self.vjp.backward_input(*self._layer(base + layer), m, kept, (gradient, jnp.ones(())))
         return dx, _put(crossing, left, row["write_crossing"], layer)
 
-    def _weight(self, row: Any, carry: _Carry) -> Any:
+    def _weight(self, row: Any, carry: _Carry) -> _Carry:
         """Gradients of a unit's weights from what its forward kept and its backward left."""
         m, base, count, _, _ = self._unit(row["weight"])
 
@@ -310,27 +320,26 @@ class Pipeline:
             more = self.vjp.backward_weight(*self._layer(base + i), m, kept, left)
             return _add_at(grads, more, base + i)
 
-        return lax.fori_loop(0, count, one, carry.layer_grads)
+        carry.layer_grads = lax.fori_loop(0, count, one, carry.layer_grads)
+        return carry
 
     # ---- forward only --------------------------------------------------------------------------
 
     def evaluation(self) -> Any:
         """(loss, weight, extras) of all microbatches, without gradients."""
 
-        def tick(carry: Any, rows: dict[str, jax.Array]) -> tuple[Any, None]:
-            row = {name: values[self.stage] for name, values in rows.items()}
-            inputs, sums, y = lax.cond(
-                row["forward"] >= 0, self._evaluate, lambda row, *carry: carry, row, *carry
-            )
-            return (_put_if(inputs, self._handed(y, 1), row["store_input"]), sums, y), None
+        def tick(carry: Any, row: dict[str, jax.Array]) -> Any:
+            with jax.named_scope(FORWARD):
+                inputs, sums, y = _when(row["forward"] >= 0, partial(self._evaluate, row), carry)
+            return _put_if(inputs, self._handed(y, 1), row["store_input"]), sums, y
 
         inputs = jax.tree.map(lambda s: jnp.zeros((self.work.slots.inputs, *s.shape), s.dtype), self.x)
-        (_, sums, _), _ = lax.scan(tick, (inputs, self.sums, _zeros(self.x)), self._rows())
-        return sums
+        return self._ticks(tick, (inputs, self.sums, _zeros(self.x)))[1]
 
-    def _evaluate(self, row: Any, inputs: Any, sums: Any, idle: Any) -> Any:
+    def _evaluate(self, row: Any, carry: Any) -> Any:
+        inputs, sums, _ = carry
         m, base, count, first, last = self._unit(row["forward"])
-        x = lax.cond(first, lambda: self.parts.embed(self.rest, m), lambda: _at(inputs, row["read_input"]))
+        x = _when(first, lambda _: self.parts.embed(self.rest, m), _at(inputs, row["read_input"]), FIRST)
 
         def one(i: Any, carry: Any) -> Any:
             (y, more), named = self.parts.layer(*self._layer(base + i), carry[0], m)
@@ -342,12 +351,18 @@ class Pipeline:
             loss, (weight, extras) = self.parts.head(self.rest, y, m)
             return _added(sums, (loss, weight, extras))
 
-        sums = lax.cond(last, head, lambda sums: sums, _added(sums, (loss, jnp.zeros(()), extras)))
+        sums = _when(last, head, _added(sums, (loss, jnp.zeros(()), extras)), LAST)
         return inputs, sums, y
 
 
-def _idle_forward(row: Any, inputs: Any, kept: Any, outputs: Any, sums: Any, idle: Any) -> Any:
-    return inputs, kept, outputs, sums, idle
+def _when(condition: jax.Array, function: Callable[[Any], Any], carry: Any, scope: str = "") -> Any:
+    """function(carry) under a condition, else the carry as it is.
+
+    A loop of one turn or none: its carry stays in its place, where a conditional would copy it, gradients and
+    stashes and all.
+    """
+    with jax.named_scope(scope) if scope else nullcontext():
+        return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: function(carry), carry)
 
 
 def _zeros(shapes: Any) -> Any:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from dsjax import aot
 from dsjax.config import Config
 from dsjax.data import load_tokenizer
-from dsjax.errors import ConfigError
+from dsjax.errors import ConfigError, InputError
 from dsjax.mesh import BATCH_AXES, batch_shards
 from dsjax.mesh.axes import resolve_sizes
 from dsjax.models import ModelSpec
@@ -108,7 +108,7 @@ def batch_like(batch: Any, program: Program) -> Any:
     Raises:
       ConfigError: rows that do not divide over microbatches and shards.
     """
-    parts = program.accumulation * batch_shards(program.mesh)
+    parts = program.microbatches * batch_shards(program.mesh)
     rows = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in jax.tree.leaves(batch)}
     if len(rows) != 1 or not min(rows) or min(rows) % parts:
         raise ConfigError(
@@ -118,7 +118,7 @@ def batch_like(batch: Any, program: Program) -> Any:
     sharding = NamedSharding(program.mesh, P(None, BATCH_AXES))
 
     def one(leaf: Any) -> jax.ShapeDtypeStruct:
-        lead = (program.accumulation, leaf.shape[0] // program.accumulation)
+        lead = (program.microbatches, leaf.shape[0] // program.microbatches)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct((*lead, *leaf.shape[1:]), dtype, sharding=sharding)
 
@@ -128,7 +128,7 @@ def batch_like(batch: Any, program: Program) -> Any:
 def abstract_batch(config: Config, program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """A step's batch as the loaders make it."""
     train = config.train
-    lead = train.gradient_accumulation_steps
+    lead = program.microbatches
     shape = (lead, train.global_batch_size // lead, train.sequence_length)
     sharding = NamedSharding(program.mesh, P(None, BATCH_AXES))
     dtypes: dict[str, Any] = {**dict.fromkeys(_INT32, np.int32), "weights": np.float32}
@@ -196,11 +196,32 @@ def vocabulary(config: Config) -> int | None:
     Raises:
       InputError: the tokenizer's file is missing or broken.
     """
-    if config.model.fields.get("vocab_size") or config.model.config or ":" in config.model.kind:
+    if _models_own(config):
         return None
     if config.data.tokenizer == "bpe":
         return config.data.bpe_vocab_size
-    return load_tokenizer(config).vocab_size
+    try:
+        return load_tokenizer(config).vocab_size
+    except InputError as error:
+        raise InputError(
+            f"{line}; a plan needs no more of it than its size: model.vocab_size tells that too"
+            for line in error.faults
+        ) from None
+
+
+def vocabulary_notes(config: Config) -> list[str]:
+    """What is to be said of a vocabulary whose size only the data can tell."""
+    if _models_own(config) or config.data.tokenizer != "bpe":
+        return []
+    return [
+        f"the vocabulary is taken to be data.bpe_vocab_size, {config.data.bpe_vocab_size}: data.paths was not "
+        "looked at, and a tokenizer that is trained on little text has fewer tokens"
+    ]
+
+
+def _models_own(config: Config) -> bool:
+    """Whether the model tells the size of its vocabulary."""
+    return bool(config.model.fields.get("vocab_size") or config.model.config or ":" in config.model.kind)
 
 
 def memory_limit(target: aot.Target, environ: Mapping[str, str] | None = None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dsjax.aot import Collective, Inspection, Target, Work
-from dsjax.aot.chips import type_name
+from dsjax.aot.chips import Chip
 from dsjax.aot.walk import trip_count
 from dsjax.aot.work import Works
 from dsjax.plan.result import Forecast, Roofline, Traffic
@@ -27,7 +27,7 @@ class Reached:
 
     Attributes:
       links: inside a node; network: between nodes.
-      by_type: type of the operands, as `Chip.peak` names it -> its products' share, where it is known.
+      by_type: type of `Chip.peak` -> the share of the products that run in it, where it is known.
       step: seconds of whole steps over those that the shares alone predict.
     """
 
@@ -38,9 +38,10 @@ class Reached:
     by_type: Mapping[str, float] = field(default_factory=dict)
     step: float = 1.0
 
-    def product(self, dtype: str) -> float:
-        """The share of products of a type, named as in `Chip.peak` or in HLO."""
-        return self.by_type.get(type_name(dtype), self.products)
+    def flops(self, chip: Chip, dtype: str) -> float:
+        """FLOP/s that products of a type (see `Chip.unit`) reach on a chip."""
+        unit = chip.unit(dtype)
+        return chip.flops(unit) * self.by_type.get(unit, self.products)
 
     def link(self, crosses: bool) -> float:
         """The share of the link inside a node, or of that between nodes."""
@@ -50,10 +51,20 @@ class Reached:
 PEAK = Reached(1.0, 1.0, 1.0, 1.0)
 
 
+def unit_notes(chip: Chip, dtype: str) -> list[str]:
+    """What is to be said of the unit in which a step's products run; `dtype` is the type of most of them."""
+    if chip.unit(dtype) != "tf32":
+        return []
+    return [
+        f"products of fp32 run as TF32 (10 bits of fraction), jax's default precision on {chip.name}, and are timed "
+        "so; jax_default_matmul_precision=highest makes them exact, and slower"
+    ]
+
+
 def work_seconds(work: Work, target: Target, reached: Reached = PEAK) -> float:
     """The longer of arithmetic and memory traffic."""
     chip = target.chip
-    compute = sum(flops / chip.flops(dtype) / reached.product(dtype) for dtype, flops in work.flops.items())
+    compute = sum(flops / reached.flops(chip, dtype) for dtype, flops in work.flops.items())
     return max(compute, work.bytes / chip.memory.bandwidth / reached.memory)
 
 

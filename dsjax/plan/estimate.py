@@ -13,10 +13,12 @@ from dsjax.config import Config
 from dsjax.mesh import AXES
 from dsjax.mesh.axes import SHARD_AXES
 from dsjax.plan.analytic import Laid, lay_out, memory
-from dsjax.plan.cost import PEAK, Reached, corrected, link_seconds
+from dsjax.plan.compiled import vocabulary_notes
+from dsjax.plan.cost import PEAK, Reached, corrected, link_seconds, unit_notes
 from dsjax.plan.measured import correction
 from dsjax.plan.result import Flops, Forecast, Plan, Roofline, Traffic
 from dsjax.plan.settings import settings_of, with_money
+from dsjax.plan.words import target_notes
 
 # Passes over a layer's residual and feed-forward activations outside of matrix products.
 _PASSES = 38
@@ -37,8 +39,7 @@ def compute_seconds(laid: Laid, reached: Reached) -> tuple[float, float]:
     flops = each * laid.tokens * again / laid.target.size
     passes = _PASSES * sizes.layers * laid.item * laid.tokens_a_device * laid.microbatches
     moved = passes * (sizes.hidden + sizes.feed_forward) / laid.tensor + 2 * sum(laid.state)
-    dtype = dtype_of(laid)
-    return flops / chip.flops(dtype) / reached.product(dtype), moved / chip.memory.bandwidth / reached.memory
+    return flops / reached.flops(chip, dtype_of(laid)), moved / chip.memory.bandwidth / reached.memory
 
 
 def traffic(laid: Laid) -> tuple[Traffic, ...]:
@@ -154,5 +155,11 @@ def plan_of(laid: Laid, tokens: float | None, reason: str) -> Plan:
         ),
         forecast=with_money(forecast(laid), laid.target, dtype_of(laid), flops, laid.tokens, tokens),
         compile_seconds=0.0,
-        notes=(f"NOT COMPILED, estimated by formulas: {reason}", *correction(laid.target).notes),
+        notes=(
+            f"NOT COMPILED, estimated by formulas: {reason}",
+            *target_notes(laid.target),
+            *correction(laid.target).notes,
+            *unit_notes(laid.target.chip, dtype_of(laid)),
+            *vocabulary_notes(laid.config),
+        ),
     )

@@ -27,6 +27,7 @@ from dsjax.errors import InputError
 from dsjax.files import write_atomically
 from dsjax.plan.cost import Reached
 from dsjax.plan.result import Forecast
+from dsjax.plan.words import RESOURCES
 
 DIRECTORY = "DSJAX_MEASURED_DIR"
 # Above 1 where the table's peak is not what runs: fp32 products are TF32 on NVIDIA chips unless told otherwise.
@@ -45,7 +46,8 @@ class Shares(_Section):
     """Shares of the chip table's peaks that large operations reached.
 
     Attributes:
-      products: type of the operands -> share; memory: of copies; node, network: of rings over the links.
+      products: type in which they run (`Chip.unit`) -> share; memory: of copies; node, network: of rings over
+        the links.
       how: what was run; count: how many times; date: ISO 8601, UTC; jax: its version.
     """
 
@@ -96,7 +98,7 @@ class Measured(_Section):
         if self.shares:
             others = self.shares.model_dump(include={"memory", "node", "network"})
             shares = [*self.shares.products.items(), *others.items()]
-            listed = ", ".join(f"{name} {share:.0%}" for name, share in shares if share)
+            listed = ", ".join(f"{RESOURCES.get(name, name)} {share:.0%}" for name, share in shares if share)
             told.append(
                 f"shares of the peaks, in the place of the formula's: {listed} ({self.shares.date}, "
                 f"jax {self.shares.jax})"

@@ -6,6 +6,7 @@ from typing import Any
 
 from dsjax.mesh import Layout
 from dsjax.mesh.axes import SHARD_AXES
+from dsjax.plan.words import axes_words
 
 
 def placement(layout: Layout) -> dict[str, str]:
@@ -13,22 +14,22 @@ def placement(layout: Layout) -> dict[str, str]:
     if layout.mesh.size == 1:
         return {}
     rest, used = (layout.param_entries(("embed", "mlp"), without) for without in ((), SHARD_AXES))
+
+    def cut(**dimensions: Any) -> str:
+        told = []
+        for name, axes in dimensions.items():
+            names = axes_words((axes,) if isinstance(axes, str) else axes or (), layout.mesh.shape)
+            if names:
+                told.append(f"{name} over {' x '.join(names)}")
+        return ", ".join(told) or "whole on every device"
+
     return {
-        "matrices at rest (and their gradients, their optimizer state)": _cut(rows=rest[0], columns=rest[1]),
-        "matrices in products": _cut(rows=used[0], columns=used[1]),
-        "attention": _cut(
+        "matrices at rest (and their gradients, their optimizer state)": cut(rows=rest[0], columns=rest[1]),
+        "matrices in products": cut(rows=used[0], columns=used[1]),
+        "attention": cut(
             batch=layout.active("batch"), heads=layout.active("heads"), queries=layout.active("sequence")
         ),
-        "norms, dropout, residual sums": _cut(
+        "norms, dropout, residual sums": cut(
             batch=layout.active("batch"), sequence=layout.active("residual"), features=layout.active("embed")
         ),
     }
-
-
-def _cut(**dimensions: Any) -> str:
-    told = []
-    for name, axes in dimensions.items():
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        if names:
-            told.append(f"{name} over {' x '.join(names)}")
-    return ", ".join(told) or "whole on every device"

@@ -24,6 +24,7 @@ from dsjax.plan.compiled import (
     memory_limit,
     parts_of,
     vocabulary,
+    vocabulary_notes,
 )
 from dsjax.plan.estimate import estimate
 from dsjax.plan.fit import changes_that_fit
@@ -31,7 +32,8 @@ from dsjax.plan.measured import correction
 from dsjax.plan.placement import placement
 from dsjax.plan.result import Flops, MemoryUse, Plan
 from dsjax.plan.settings import run_tokens, settings_of, with_money
-from dsjax.train.program import Recipe, lay_out
+from dsjax.plan.words import target_notes
+from dsjax.train.program import Program, Recipe, lay_out
 
 _MOST = 0.95  # of a GPU's memory that can be given to jax beside CUDA's and NCCL's own
 NO_CHANGE = (
@@ -142,12 +144,31 @@ def plan_recipe(
       OutOfDeviceMemory: XLA finds no way to place the program in the chip's memory.
     """
     target = target_of(on, chips)
+    program, abstract = lay_out_recipe(recipe, config, batch, target)
+    step = compile_program(program, abstract, target, options)
+    return recipe_summary(program, abstract, config, target, step, flops_per_step, tokens_per_step, tokens)
+
+
+def lay_out_recipe(recipe: Recipe, config: Config, batch: Any, target: aot.Target) -> tuple[Program, Any]:
+    """A trainer's own model and loss on a target's devices, and its abstract batch (see `plan_recipe`)."""
     check_mesh(config, target)
     with aot.on(target):
         program = lay_out(recipe, config, make_mesh(config.mesh, target.devices()))
-    abstract = batch_like(batch, program)
-    step = compile_program(program, abstract, target, options)
-    parts, settings = parts_of(program, abstract), settings_of(config)
+    return program, batch_like(batch, program)
+
+
+def recipe_summary(
+    program: Program,
+    batch: Any,
+    config: Config,
+    target: aot.Target,
+    step: CompiledStep,
+    flops_per_step: float | None,
+    tokens_per_step: float | None,
+    tokens: float | None,
+) -> Plan:
+    """The plan of a trainer's compiled step; `batch` is the abstract one."""
+    parts, settings = parts_of(program, batch), settings_of(config)
     found = _plan(target, step, parts, settings, flops_per_step, tokens_per_step, tokens)
     return replace(found, placement=placement(program.layout))
 
@@ -168,7 +189,8 @@ def summary(described: Described, step: CompiledStep, tokens: float | None) -> P
         described.tokens,
         tokens,
     )
-    return replace(found, placement=placement(described.program.layout))
+    notes = (*found.notes, *vocabulary_notes(described.config))
+    return replace(found, notes=notes, placement=placement(described.program.layout))
 
 
 def _tried(described: Described, tokens: float, options: Mapping[str, Any] | None) -> Plan | None:
@@ -192,7 +214,7 @@ def _plan(
     dtype = max(flops, key=lambda name: flops[name]) if flops else "bf16"
     known = correction(target)
     forecast = cost.step_forecast(inspection, target, known.reached)
-    notes = [*step.notes, *known.notes, CAUSAL]
+    notes = [*target_notes(target), *step.notes, *known.notes, *cost.unit_notes(target.chip, dtype), CAUSAL]
     unknown = [c for c in inspection.custom_calls if c.kind == "kernel" and not c.flops]
     if unknown:
         notes.append(f"{len(unknown)} kernels tell no FLOPs: their arithmetic is not in the times")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +11,22 @@ import jinja2
 from rich.table import Table
 
 from dsjax.plan.result import FORMULA, MemoryUse, Plan, Traffic
+from dsjax.plan.words import RESOURCES, axes_words, mesh_words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 _TEMPLATE = "page.html"
 _SHOWN = 12  # groups of collectives; the rest are summed
+_PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients (fp32)",
+    "optimizer": "optimizer state",
+    "activations": "activations, gathered parameters, logits",
+    "batch": "batch",
+    "other": "other arguments and results",
+}
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -44,7 +53,7 @@ def print_sheet(sheet: Sheet, console: Console) -> None:
     """Prints a table, columns of numbers to the right."""
     table = Table(*sheet.columns, title=sheet.title, title_justify="left", box=None, title_style="bold")
     for index in range(1, len(sheet.columns)):
-        if all(row[index][:1].isdigit() or row[index][:1] in ("", "-") for row in sheet.rows):
+        if all(row[index][:1].isdigit() or row[index][:1] in ("", "-", "<") for row in sheet.rows):
             table.columns[index].justify = "right"
     for row in sheet.rows:
         table.add_row(*row)
@@ -68,20 +77,19 @@ def page(plan: Plan, further: Sequence[Sheet] = (), notes: Sequence[str] = ()) -
         plan=plan,
         headline=headline(plan),
         sheets=[*sheets(plan), *further],
-        bars=_bars(plan.memory),
+        bar=_bar(plan.memory),
         notes=[*plan.notes, *closing(plan), *notes],
     )
 
 
 def headline(plan: Plan) -> str:
     """One line: where, how laid out, whether it fits."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items()) or "one device"
     memory = plan.memory
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     source = "" if plan.compiled else " (NOT COMPILED: estimated by formulas)"
     return (
-        f"{plan.target}, {mesh}: {verdict}, {gib(memory.total)} of {gib(memory.limit)} a device{source}; "
-        f"{seconds(plan.forecast.step_seconds)} a step"
+        f"{plan.target}, {mesh_words(plan.mesh)}: {verdict}, {gib(memory.total)} of {gib(memory.limit)} a device"
+        f"{source}; {seconds(plan.forecast.step_seconds)} a step"
     )
 
 
@@ -103,11 +111,12 @@ def sheets(plan: Plan) -> list[Sheet]:
     """The tables of a plan."""
     made = [_memory(plan.memory)]
     if plan.changes:
+        size = in_one_unit(c.total for c in plan.changes)
         made.append(
             Sheet(
                 "what would fit (each compiled)",
                 ("settings", "a device", "a step"),
-                [(c.settings, gib(c.total), seconds(c.step_seconds)) for c in plan.changes],
+                [(c.settings, size(c.total), seconds(c.step_seconds)) for c in plan.changes],
             )
         )
     if plan.placement:
@@ -118,31 +127,24 @@ def sheets(plan: Plan) -> list[Sheet]:
 
 
 def _memory(memory: MemoryUse) -> Sheet:
-    rows = [
-        ("parameters", memory.parameters),
-        ("gradients (fp32)", memory.gradients),
-        ("optimizer state", memory.optimizer),
-        ("activations, gathered parameters, logits", memory.activations),
-        ("batch", memory.batch),
-        ("other arguments and results", memory.other),
-        ("total", memory.total),
-        ("limit", memory.limit),
-        ("headroom", memory.headroom),
-    ]
+    rows = [(words, getattr(memory, name)) for name, words in _PARTS.items()]
+    rows += [(name, getattr(memory, name)) for name in ("total", "limit", "headroom")]
+    written = in_one_unit([memory.total])
     return Sheet(
         "memory a device",
         ("what", "size"),
-        [(name, gib(size)) for name, size in rows if size or name == "total"],
+        [(name, written(size)) for name, size in rows if size or name == "total"],
     )
 
 
 def _traffic(plan: Plan) -> Sheet:
     shown, rest = plan.traffic[:_SHOWN], plan.traffic[_SHOWN:]
-    rows = [_traffic_row(one, plan.compiled) for one in shown]
+    written = in_one_unit(one.sent for one in plan.traffic)
+    rows = [_traffic_row(plan, one, written) for one in shown]
     if rest:
         sent, time = sum(t.sent for t in rest), sum(t.seconds for t in rest)
         times = sum(t.times for t in rest)
-        rows.append((f"{len(rest)} smaller", "", "", "", gib(sent), str(times), seconds(time), ""))
+        rows.append((f"{len(rest)} smaller", "", "", "", written(sent), str(times), seconds(time), ""))
     share = "" if plan.hidden_share is None else f"; {plan.hidden_share:.0%} of their time is hidden"
     return Sheet(
         f"collectives of a step, links inside and between nodes, bytes that a device sends{share}",
@@ -151,15 +153,15 @@ def _traffic(plan: Plan) -> Sheet:
     )
 
 
-def _traffic_row(one: Traffic, compiled: bool) -> tuple[str, ...]:
+def _traffic_row(plan: Plan, one: Traffic, written: Callable[[float], str]) -> tuple[str, ...]:
     loops = " x ".join("?" if turns is None else str(turns) for turns in one.loop)
-    hidden = f"{one.hidden / one.seconds:.0%}" if compiled and one.seconds else ""
+    hidden = f"{one.hidden / one.seconds:.0%}" if plan.compiled and one.seconds else ""
     return (
         one.kind,
-        "+".join(one.axes),
+        "+".join(axes_words(one.axes, plan.mesh)),
         "between" if one.crosses else "inside",
         one.dtype,
-        gib(one.sent),
+        written(one.sent),
         f"{one.times} (loop of {loops})" if loops else str(one.times),
         seconds(one.seconds),
         hidden,
@@ -169,11 +171,8 @@ def _traffic_row(one: Traffic, compiled: bool) -> tuple[str, ...]:
 def _time(plan: Plan) -> Sheet:
     roofline, forecast, flops = plan.roofline, plan.forecast, plan.flops
     rows = [
-        ("compute, at peak", seconds(roofline.compute)),
-        ("device memory, at peak", seconds(roofline.memory)),
-        ("links inside nodes, at peak", seconds(roofline.node)),
-        ("links between nodes, at peak", seconds(roofline.network)),
-        ("bound by", roofline.bound),
+        *((f"{words}, at peak", seconds(getattr(roofline, name))) for name, words in RESOURCES.items()),
+        ("bound by", RESOURCES[roofline.bound]),
         ("predicted step", seconds(forecast.step_seconds)),
         ("  of it exposed communication", seconds(forecast.exposed_seconds)),
         ("model FLOPs a step", amount(flops.model)),
@@ -201,7 +200,23 @@ def gib(size: float) -> str:
     """Bytes as GiB, or smaller units where they are few."""
     if abs(size) >= GIB / 100:
         return f"{size / GIB:,.2f} GiB"
-    return f"{size / 2**20:.2f} MiB" if abs(size) >= 2**20 / 100 else f"{size:.0f} bytes"
+    return f"{size / MIB:.2f} MiB" if abs(size) >= MIB / 100 else f"{size:.0f} bytes"
+
+
+def in_one_unit(sizes: Iterable[float]) -> Callable[[float], str]:
+    """What writes the sizes (bytes) of a table, all in the unit that suits the largest of these."""
+    largest = max((abs(size) for size in sizes), default=0)
+    unit, name = next(
+        ((unit, name) for unit, name in ((GIB, "GiB"), (MIB, "MiB")) if largest >= unit / 10), (1, "bytes")
+    )
+    digits = 0 if unit == 1 else 2 if largest >= unit else 3
+
+    def written(size: float) -> str:
+        if 0 < size / unit < 10**-digits:
+            return f"<{10**-digits:.{digits}f} {name}"
+        return f"{size / unit:,.{digits}f} {name}" if size else "0"
+
+    return written
 
 
 def seconds(value: float) -> str:
@@ -222,8 +237,35 @@ def amount(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def _bars(memory: MemoryUse) -> Sequence[tuple[str, float]]:
-    """The parts of the memory in percent of the device's."""
-    parts = ("parameters", "gradients", "optimizer", "activations", "batch", "other")
+@dataclass(frozen=True)
+class _Segment:
+    """A part of the memory bar: a colour's name in the page, the words and size beside it, percent of the bar."""
+
+    name: str
+    words: str
+    size: str
+    share: float
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A device's memory: what is held and what is not; the limit is a line across both."""
+
+    parts: list[_Segment]
+    limit: _Segment
+
+
+def _bar(memory: MemoryUse) -> _Bar:
     whole = max(memory.capacity, memory.total)
-    return [(name, 100 * getattr(memory, name) / whole) for name in parts if getattr(memory, name)]
+    sizes = {name: getattr(memory, name) for name in _PARTS if getattr(memory, name)}
+    written = in_one_unit([memory.total])
+
+    def segment(name: str, words: str, size: int) -> _Segment:
+        return _Segment(name, words, written(size), 100 * size / whole)
+
+    parts = [segment(name, _PARTS[name], size) for name, size in sizes.items()]
+    if memory.capacity > memory.total:
+        parts.append(
+            segment("unused", f"not used of {written(memory.capacity)}", memory.capacity - memory.total)
+        )
+    return _Bar(parts, segment("limit", "limit, what jax lets a program use", memory.limit))

@@ -254,13 +254,16 @@ class Trainer:
         limit = self.config.eval.steps if steps is None else steps
         return loop.evaluate(self.program, state, batches, limit)
 
-    def plan(self, on: str, batch: Any, *, mesh: Mapping[str, int] | None = None, **more: Any) -> Any:
+    def plan(
+        self, on: str, batch: Any, *, mesh: Mapping[str, int] | None = None, explain: bool = False, **more: Any
+    ) -> Any:
         """What this trainer's step takes on a cluster that is not here; no device of it is touched.
 
         Args:
           on: the cluster, as `8xH100` or `2x8xH100`.
           batch: a tree of arrays or `jax.ShapeDtypeStruct`s with all rows of a step as first dimension.
           mesh: axis -> size on that cluster; this trainer's own by default.
+          explain: return a pair, the plan and what the step is made of.
           more: as `dsjax.plan.plan_recipe` takes it.
 
         Returns:
@@ -269,14 +272,15 @@ class Trainer:
         Raises:
           ConfigError: an unknown cluster, a mesh that does not fit it, or the extra `aot` is missing.
         """
-        from dsjax.plan import plan_recipe
+        from dsjax.plan import explain_recipe, plan_recipe
 
         config = self.config
         if mesh is not None:
             section = type(config.mesh)
             values = {**dict.fromkeys(section.model_fields, 1), **mesh}
             config = config.model_copy(update={"mesh": section(**values)})
-        return plan_recipe(self.program.recipe, config, batch, on, **more)
+        planned = explain_recipe if explain else plan_recipe
+        return planned(self.program.recipe, config, batch, on, **more)
 
     # ---- saving --------------------------------------------------------------------------------
 

@@ -86,6 +86,23 @@ def test_the_link_of_an_axis(name, mesh, axes, inside):
     assert target.link_of(mesh, axes) == (target.chip.node if inside else target.chip.network)
 
 
+@pytest.mark.parametrize(
+    ("name", "doubt"),
+    [
+        ("16xH100", "16xH100: one host of 16; H100 hosts have 8: write 2x8xH100 if these are 2 hosts"),
+        ("2x16xH100", "2x16xH100: 2 hosts of 16; H100 hosts have 8: write 4x8xH100 if these are 4 hosts"),
+        ("12xH100", "12xH100: one host of 12; H100 hosts have 8"),
+        ("72xGB200", "72xGB200: one host of 72; GB200 hosts have 4: write 18x4xGB200 if these are 18 hosts"),
+        ("2x8xH100", None),
+        ("4xH100", None),
+        ("cpu:64", None),
+        ("v5p:4x4x4", None),
+    ],
+)
+def test_hosts_of_more_gpus_than_there_are_in_one_are_doubted(name, doubt):
+    assert aot.parse_target(name).doubt == doubt
+
+
 def test_a_mesh_of_another_size_is_refused():
     target = aot.parse_target("2x8xH100")
     with pytest.raises(ConfigError, match="the mesh has 8 devices and 2x8xH100 has 16"):

@@ -83,7 +83,7 @@ def test_a_pair_cuts_matrices_along_both_dimensions() -> None:
     assert placed.param_entries(("embed", "mlp"), SHARD_AXES) == P("tensor_rows", "tensor")
     # What a product makes is cut over both axes, so it has to divide by both.
     with pytest.raises(
-        ConfigError, match=r"w: dimension 1 \(mlp, 6\) .* mesh.tensor x tensor_rows 4"
+        ConfigError, match=r"w: dimension 1 \(mlp, 6\) .* mesh.tensor x tensor rows 4"
     ) as error:
         placed.check({"w": jax.ShapeDtypeStruct((8, 6), jnp.float32)})
     assert "mesh.tensor=2" in error.value.faults[-1] and "[" not in error.value.faults[-1]

@@ -5,17 +5,25 @@ from __future__ import annotations
 import pytest
 
 from dsjax.aot import Work, parse_target
-from dsjax.plan.cost import PEAK, Reached, link_seconds, work_seconds
+from dsjax.plan.cost import PEAK, Reached, link_seconds, unit_notes, work_seconds
 from dsjax.plan.result import FORMULA
 
 H100 = parse_target("2x8xH100")
 
 
 def test_work_takes_the_longer_of_arithmetic_and_memory():
-    arithmetic = Work({"bf16": 989.5e12, "f32": 67e12}, 3352e9)
+    arithmetic = Work({"bf16": 989.5e12, "f32": 494.5e12}, 3352e9)  # f32 runs as TF32
     assert work_seconds(arithmetic, H100) == pytest.approx(2.0)
     assert work_seconds(Work({"bf16": 1.0}, 2 * 3352e9), H100) == pytest.approx(2.0)
     assert work_seconds(arithmetic, H100, Reached(products=0.5)) == pytest.approx(4.0)
+
+
+def test_products_of_fp32_are_said_to_run_as_tf32_where_they_do():
+    chips = H100.chip, parse_target("cpu:8").chip
+    assert "TF32" in unit_notes(chips[0], "f32")[0] and unit_notes(chips[0], "bf16") == []
+    assert unit_notes(chips[0], "fp32") == unit_notes(chips[1], "f32") == []
+    reached = Reached(by_type={"tf32": 0.5, "fp32": 0.1})
+    assert reached.flops(chips[0], "f32") == 0.5 * 494.5e12 and reached.flops(chips[1], "f32") == 0.1 * 50e9
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def test_measured_shares_take_the_place_of_the_assumed_ones():
     record_shares(H100, SHARES)
     found = correction(TARGET)
     assert found.reached == Reached(0.75, 0.25, 0.5, 0.1, {"bf16": 0.5}, 1.0)
-    assert "bf16 50%, memory 25%, node 50%, network 10% (2026-01-02, jax 0.10.2)" in found.notes[0]
+    told = "bf16 50%, device memory 25%, links inside nodes 50%, links between nodes 10% (2026-01-02, jax 0.10.2)"
+    assert told in found.notes[0]
     second = 989.5e12
     assert work_seconds(Work({"bf16": second}, 0), TARGET, found.reached) == pytest.approx(2.0)
     # A type that was not measured keeps the model's share.

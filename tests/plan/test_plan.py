@@ -19,7 +19,7 @@ import dsjax
 from dsjax import aot
 from dsjax.errors import ConfigError
 from dsjax.mesh import make_mesh
-from dsjax.plan import fit, plan, plan_recipe, report
+from dsjax.plan import explain_recipe, fit, plan, plan_recipe, report
 from dsjax.plan.compiled import describe, memory_limit, vocabulary
 from dsjax.plan.settings import with_settings
 from dsjax.plan.show import page, show
@@ -108,6 +108,9 @@ def test_a_trainers_own_model_has_a_plan(tmp_path, monkeypatch):
     found = plan_recipe(trainer.program.recipe, trainer.config, batch, "cpu:4")
     assert found.mesh == {"fsdp": 4} and found.memory.batch == 16 * 64 * 4 // 4
     assert found.memory.parameters >= (64 * 8 + 8) * 4 // 4 and found.forecast.mfu is None
+    again, explained = explain_recipe(trainer.program.recipe, trainer.config, batch, "cpu:4")
+    assert again.memory == found.memory and explained.compiled
+    assert explained.product_flops == pytest.approx(again.flops.hardware / 4)
     with pytest.raises(ConfigError, match=r"a multiple of 8 .* got 12"):
         plan_recipe(trainer.program.recipe, trainer.config, {"x": batch["x"][:12]}, "cpu:4")
 

@@ -28,10 +28,11 @@ from dsjax.plan.explanation.kept import Kept, kept
 from dsjax.plan.explanation.retrace import Traced, trace
 from dsjax.plan.explanation.tallies import Excess, LayerTypes, Tally, by_kind, by_layer, excess, layer_types
 from dsjax.plan.measured import correction
-from dsjax.plan.planner import summary, target_of, with_changes
+from dsjax.plan.planner import lay_out_recipe, recipe_summary, summary, target_of, with_changes
 from dsjax.plan.result import Plan
 from dsjax.plan.settings import run_tokens
 from dsjax.precision import compute_dtype
+from dsjax.train.program import Program, Recipe
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Explanation:
       types: element types of the layers' products and parameters.
       candidates: what could be fused, largest gain first.
       product_flops: of products, by the jaxpr; compiled_flops: by the compiled program.
+      ridge: type of `Chip.peak` -> FLOPs a byte from which on arithmetic bounds, not memory.
       excess: products that the compiled program computes more of than that.
       bytes: moved if every operation stood alone; compiled_bytes: by the compiled program.
     """
@@ -143,7 +145,8 @@ def explain_run(
     check_mesh(config, target)
     missing = aot.missing_for(target.chip.kind)
     if missing:
-        traced, step = _take_apart(_stand_in(config, target), target)
+        here = _stand_in(config, target)
+        traced, step = _take_apart(here.program, here.batch, target)
         planned = estimate(config, target, vocabulary(config), tokens, missing)
         return planned, _explained(
             target,
@@ -154,7 +157,7 @@ def explain_run(
             f"{missing}; the step was traced as CPUs would run it, attention included",
         )
     described = describe(config, target, vocabulary(config))
-    traced, step = _take_apart(described, target)
+    traced, step = _take_apart(described.program, described.batch, target)
     try:
         compiled = _compile(target, traced, step, options, described.program.mesh)
     except OutOfDeviceMemory as error:
@@ -165,9 +168,37 @@ def explain_run(
     return planned, _explained(target, traced, step, compiled.inspection, None, "")
 
 
-def _take_apart(described: Described, target: aot.Target) -> tuple[Traced, Step]:
-    """The jaxpr of a run's step, walked."""
-    traced = trace(*described.program.jitted_step(described.batch), target)
+def explain_recipe(
+    recipe: Recipe,
+    config: Config,
+    batch: Any,
+    on: str | aot.Target,
+    *,
+    flops_per_step: float | None = None,
+    tokens_per_step: float | None = None,
+    tokens: float | None = None,
+    chips: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Plan, Explanation]:
+    """The plan of a trainer's own model (`planner.plan_recipe`) and what its step is made of, from one compilation.
+
+    Raises:
+      ConfigError: an unknown chip, a mesh or a batch that does not fit the cluster, no wheels to compile with.
+      OutOfDeviceMemory: XLA finds no way to place the program in the chip's memory.
+    """
+    target = target_of(on, chips)
+    program, abstract = lay_out_recipe(recipe, config, batch, target)
+    traced, step = _take_apart(program, abstract, target)
+    compiled = _compile(target, traced, step, options, program.mesh)
+    planned = recipe_summary(
+        program, abstract, config, target, compiled, flops_per_step, tokens_per_step, tokens
+    )
+    return planned, _explained(target, traced, step, compiled.inspection, None, "")
+
+
+def _take_apart(program: Program, batch: Any, target: aot.Target) -> tuple[Traced, Step]:
+    """The jaxpr of a step, walked; `batch` is abstract."""
+    traced = trace(*program.jitted_step(batch), target)
     return traced, walk(traced.closed, target.size, traced.names, traced.shares)
 
 
@@ -216,7 +247,9 @@ def _explained(
         bytes=sum(o.bytes * o.times for o in step.operations),
         compiled_bytes=None if inspection is None else inspection.work.bytes,
         ridge={
-            name: chip.flops(name) / chip.memory.bandwidth for name in ("bf16", "fp32") if name in chip.peak
+            name: chip.flops(name) / chip.memory.bandwidth
+            for name in ("bf16", "tf32", "fp32")
+            if name in chip.peak
         },
         notes=tuple(_notes(target, step, inspection, uncompiled)),
     )

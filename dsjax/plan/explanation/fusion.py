@@ -160,7 +160,7 @@ class _Graph:
         made, result_needed = self._written(product, chain)
         read, recomputed = self._further(product, chain)
         result, operands = product.written, product.read
-        rate = chip.flops(product.dtype) * reached.product(product.dtype)
+        rate = reached.flops(chip, product.unit)
         memory = chip.memory.bandwidth * reached.memory
         vector, launch = chip.flops("fp32") * reached.products, LAUNCH[chip.kind]
         own = sum(o.flops for o in chain)

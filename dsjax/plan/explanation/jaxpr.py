@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jax.lax import Precision
+
 from dsjax.plan.explanation.operations import (
     ATTENTION,
     CAST,
@@ -140,6 +142,13 @@ class Operation:
         """Element type of what is multiplied, or of the widest operand."""
         arrays = [a for a in self.operands if a.dtype != "token"] or list(self.results)
         return max(arrays, key=lambda a: a.bytes).dtype if arrays else "f32"
+
+    @property
+    def unit(self) -> str:
+        """The type that a product asks a chip for (`Chip.unit`): of f32, exact fp32 where it wants that precision."""
+        wanted = self.params.get("precision")
+        exact = wanted == Precision.HIGHEST or (isinstance(wanted, tuple) and Precision.HIGHEST in wanted)
+        return "fp32" if exact and self.dtype == "f32" else self.dtype
 
 
 @dataclass(eq=False)

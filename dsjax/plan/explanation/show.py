@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dsjax.plan.explanation.fusion import FORMULA, THRESHOLD
-from dsjax.plan.show import Sheet, amount, gib, print_sheet, seconds
+from dsjax.plan.show import Sheet, amount, in_one_unit, print_sheet, seconds
+from dsjax.plan.words import RESOURCES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,23 +43,24 @@ def explain_sheets(explanation: Explanation) -> list[Sheet]:
 
 
 def _tallies(title: str, column: str, tallies: Sequence[Tally], most: int) -> Sheet:
-    rows = [_tally_row(tally) for tally in tallies[:most]]
+    written = in_one_unit(tally.bytes for tally in tallies)
+    rows = [_tally_row(tally, written(tally.bytes)) for tally in tallies[:most]]
     rest = tallies[most:]
     if rest:
         flops, moved = sum(t.flops for t in rest), sum(t.bytes for t in rest)
         slowest = sum(t.seconds for t in rest)
-        rows.append((f"{len(rest)} smaller", str(sum(t.runs for t in rest)), amount(flops), gib(moved), "", "",
+        rows.append((f"{len(rest)} smaller", str(sum(t.runs for t in rest)), amount(flops), written(moved), "", "",
                      _time(slowest)))  # fmt: skip
     return Sheet(
         title, (column, "runs", "FLOPs", "bytes, each alone", "FLOPs/byte", "bound by", "at peak"), rows
     )
 
 
-def _tally_row(tally: Tally) -> tuple[str, ...]:
+def _tally_row(tally: Tally, moved: str) -> tuple[str, ...]:
     ratio = tally.intensity
     intensity = "" if ratio is None else f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"
     return (
-        tally.name, str(tally.runs), amount(tally.flops), gib(tally.bytes), intensity, tally.bound,
+        tally.name, str(tally.runs), amount(tally.flops), moved, intensity, RESOURCES[tally.bound],
         _time(tally.seconds),
     )  # fmt: skip
 
@@ -124,14 +126,17 @@ def _others(candidate: Judged) -> str:
 
 def _freed(explanation: Explanation) -> Sheet:
     freed = explanation.freed
-    aliased = "not compiled" if freed.aliased is None else gib(freed.aliased)
+    written = in_one_unit(
+        [freed.donated, freed.aliased or 0, freed.kept, freed.without_remat, freed.alive, freed.freed]
+    )
+    aliased = "not compiled" if freed.aliased is None else written(freed.aliased)
     rows = [
-        ("arguments given away (donated)", gib(freed.donated)),
+        ("arguments given away (donated)", written(freed.donated)),
         ("of it reused for results, by XLA", aliased),
-        ("kept for the backward pass", gib(freed.kept)),
-        ("would be kept without recomputation", gib(freed.without_remat)),
-        ("computed again and alive at once", gib(freed.alive)),
-        ("freed by recomputation", gib(freed.freed)),
+        ("kept for the backward pass", written(freed.kept)),
+        ("would be kept without recomputation", written(freed.without_remat)),
+        ("computed again and alive at once", written(freed.alive)),
+        ("freed by recomputation", written(freed.freed)),
         ("FLOPs of a step to compute it again", amount(freed.recomputed_flops)),
     ]
     return Sheet("memory that is freed, a device and microbatch", ("what", "value"), rows)
@@ -141,10 +146,11 @@ def explain_notes(explanation: Explanation) -> list[str]:
     """What is to be said below the tables."""
     lines = list(explanation.notes)
     if explanation.compiled_flops is not None and explanation.compiled_bytes is not None:
+        written = in_one_unit([explanation.bytes, explanation.compiled_bytes])
         lines.append(
             f"check: products are {amount(explanation.product_flops)} FLOPs by the jaxpr and "
-            f"{amount(explanation.compiled_flops)} by the compiled program; {gib(explanation.bytes)} moved one by one "
-            f"and {gib(explanation.compiled_bytes)} as XLA fused them"
+            f"{amount(explanation.compiled_flops)} by the compiled program; {written(explanation.bytes)} moved one by "
+            f"one and {written(explanation.compiled_bytes)} as XLA fused them"
         )
     if explanation.excess:
         shown = ", ".join(f"{e.path} {e.phase} {e.ratio:.2f}x" for e in explanation.excess[:_EXCESS])

@@ -149,7 +149,7 @@ def _tally(name: str, members: Sequence[Operation], chip: Chip) -> Tally:
 
 
 def _unit(operation: Operation) -> str:
-    return operation.dtype if operation.kind in (*PRODUCTS, ATTENTION) else "fp32"
+    return operation.unit if operation.kind in (*PRODUCTS, ATTENTION) else "fp32"
 
 
 def layer_types(step: Step) -> tuple[LayerTypes, ...]:

@@ -200,10 +200,8 @@ def test_what_a_loop_keeps_for_the_backward_pass_by_hand():
 
 def test_a_run_says_what_its_recomputation_frees():
     target = aot.parse_target("cpu:8")
-    found = {
-        remat: kept(_take_apart(describe(small({"fsdp": 8}, remat=remat), target, None), target)[1])
-        for remat in ("none", "full", "every_2")
-    }
+    runs = {r: describe(small({"fsdp": 8}, remat=r), target, None) for r in ("none", "full", "every_2")}
+    found = {r: kept(_take_apart(run.program, run.batch, target)[1]) for r, run in runs.items()}
     assert found["every_2"].kept < found["full"].kept < found["none"].kept
     # Each of the three programs tells what the one without recomputation keeps.
     assert found["full"].without == pytest.approx(found["none"].without, rel=0.1)

@@ -32,6 +32,14 @@ def only(step, kind):
     return found
 
 
+def test_an_exact_product_of_fp32_asks_for_another_unit():
+    units = {None: "f32", "high": "f32", "highest": "fp32"}
+    for precision, unit in units.items():
+        step = walked(lambda x, w, p=precision: jnp.dot(x, w, precision=p), (4, 8), (8, 16))
+        assert only(step, "matmul").unit == unit
+        assert only(step, "matmul").dtype == "f32"
+
+
 def test_a_product_a_bias_and_a_relu_by_hand():
     step = walked(lambda x, w, b: jax.nn.relu(x @ w + b), (4, 8), (8, 16), (16,))
     product = only(step, "matmul")
@@ -211,7 +219,7 @@ def run_on(mesh, **train):
         "train": {"steps": 10, "global_batch_size": 16, "sequence_length": 64, "remat": "full", **train},
     })  # fmt: skip
     described = describe(config, target, None)
-    traced, step = _take_apart(described, target)
+    traced, step = _take_apart(described.program, described.batch, target)
     lowered = aot.lower_for(target, traced.rejitted(step.tagged), *traced.leaves)
     compiled = aot.compile_for(target, lowered)
     return described, step, compiled, aot.inspect(compiled, described.program.mesh)
