@@ -19,7 +19,7 @@ from dsjax.config.schema import Config, MixtureSource, ModelConfig
 _INTRODUCTION = """\
 # Config reference
 
-<!-- Written by `python -m dsjax.config.reference > docs/config.md`; edit dsjax/config/schema.py instead. -->
+<!-- Written by `python -m dsjax.config.reference > docs/config.md`; edit the fields of dsjax/config instead. -->
 
 A run is described by one YAML file, or several, and settings:
 `dsjax train base.yaml more.yaml train.steps=500`.

@@ -119,12 +119,13 @@ class Layout:
         Where no axis is left it is wrapped all the same: operations with a partitioning of their own (cuDNN's
         attention) do not compile in a shard_map that leaves axes to the compiler.
         """
-        if self.mesh.size == 1:
+        left = set(AXES) - self.local
+        if self.mesh.size == 1 or not left:
             return function
         return jax.shard_map(
             function,
             mesh=jax.sharding.get_abstract_mesh() if self.local else self.mesh,
-            axis_names=set(AXES) - self.local,
+            axis_names=left,
             in_specs=in_specs,
             out_specs=out_specs,
             check_vma=False,

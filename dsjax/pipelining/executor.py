@@ -10,6 +10,7 @@ Runs in the body of a shard_map over `pipeline` and the batch's axes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -126,25 +127,45 @@ class Pipeline:
 
     def gradients(self, sums: Any, layer_grads: Any, rest_grads: Any) -> tuple[Any, Any, Any]:
         """Adds one pass of all microbatches to the sums and gradients."""
-        slots = self.work.slots
-        depth = self.work.layers
+        carry = self._start(sums, layer_grads, rest_grads)
+        carry = self._ticks(self._tick, carry)
+        return carry.sums, carry.layer_grads, carry.rest_grads
+
+    def one_of_each(self, sums: Any, layer_grads: Any, rest_grads: Any) -> tuple[Any, Any, Any]:
+        """One forward and backward of each of this stage's chunks, of whatever input, without any exchange.
+
+        Takes as long as a stage takes for a microbatch; what comes out means nothing.
+        """
+        carry = self._start(sums, layer_grads, rest_grads, 1)
+        for chunk in range(self.work.schedule.virtual):
+            unit = jnp.int32(chunk * self.work.schedule.microbatches)
+            row: dict[str, Any] = defaultdict(lambda: 0, forward=unit, backward=unit, weight=unit)
+            made = (carry.inputs, carry.kept, carry.outputs, carry.sums, carry.passed)
+            carry.inputs, carry.kept, carry.outputs, carry.sums, carry.passed = self._forward(row, made)
+            carry = self._backward(row, carry)
+            if self.work.schedule.weight is not None:
+                carry = self._weight(row, carry)
+        return carry.sums, carry.layer_grads, carry.rest_grads
+
+    def _start(self, sums: Any, layer_grads: Any, rest_grads: Any, most: int | None = None) -> _Carry:
+        """Empty buffers, of as many slots as the schedule wants or at most so many."""
+        slots, depth = self.work.slots, self.work.layers
 
         def stash(count: int, shapes: Any, *lead: int) -> Any:
+            count = max(1, count if most is None else min(most, count))
             return jax.tree.map(lambda s: jnp.zeros((count, *lead, *s.shape), s.dtype), shapes)
 
-        carry = _Carry(
+        return _Carry(
             sums=sums, layer_grads=layer_grads, rest_grads=rest_grads,
             inputs=stash(slots.inputs, self.x),
-            gradients=stash(max(slots.gradients, 1), self.x),
+            gradients=stash(slots.gradients, self.x),
             # One slot where stages are computed again: the backward's own, made once and not in every tick.
-            kept=stash(max(slots.residuals, 1), self.vjp.kept, depth),
-            outputs=stash(slots.residuals, self.x),
+            kept=stash(slots.residuals, self.vjp.kept, depth),
+            outputs=stash(slots.residuals, self.x) if slots.residuals else None,
             crossing=stash(slots.crossings, self.crossing, depth),
             sent=_zeros(self.x),
             passed=_zeros(self.x),
         )  # fmt: skip
-        carry = self._ticks(self._tick, carry)
-        return carry.sums, carry.layer_grads, carry.rest_grads
 
     def _ticks(self, tick: Callable[[Any, dict[str, jax.Array]], Any], carry: Any) -> Any:
         """Runs `tick(carry, this stage's row of the tables)` over all ticks."""

@@ -91,6 +91,7 @@ def balanced(
     first: float = 0.0,
     last: float = 0.0,
     pace: Sequence[float] | None = None,
+    last_share: float = 1.0,
 ) -> Partition:
     """The partition whose slowest virtual stage is fastest: dynamic programming over cuts.
 
@@ -100,6 +101,7 @@ def balanced(
       layers: cost of each layer.
       first, last: cost of the embedding and of the head, on the first and the last virtual stage.
       pace: seconds per cost of each stage, relative; equal by default.
+      last_share: what a layer costs on the last virtual stage, as a share of its cost.
 
     Raises:
       ConfigError: fewer layers than virtual stages.
@@ -115,9 +117,10 @@ def balanced(
     best[0, 0], spread[0, 0] = 0.0, 0.0
     for k in range(1, parts + 1):
         extra = (first if k == 1 else 0.0) + (last if k == parts else 0.0)
+        share = last_share if k == parts else 1.0
         for j in range(k, total - (parts - k) + 1):
             for i in range(k - 1, j):
-                time = paces[(k - 1) % stages] * (sums[j] - sums[i] + extra)
+                time = paces[(k - 1) % stages] * (share * (sums[j] - sums[i]) + extra)
                 worst, square = max(best[k - 1, i], time), spread[k - 1, i] + time * time
                 if (worst, square) < (best[k, j], spread[k, j]):
                     best[k, j], spread[k, j], cut[k, j] = worst, square, i

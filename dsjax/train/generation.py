@@ -88,7 +88,7 @@ def without_stages(program: Program, state: State) -> tuple[Program, State]:
     places = flat.state_shardings
     move = jax.jit(program.stacking.in_order, out_shardings=(places.params, places.model_state))
     params, model_state = move((state.params, state.model_state))
-    return flat, state.replace(params=params, model_state=model_state)
+    return flat, replace(state, params=params, model_state=model_state)
 
 
 def tokens_after(

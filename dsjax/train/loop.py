@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from dsjax.errors import InputError, OutOfDeviceMemory, Preempted
+from dsjax.train.balance import Balancer
 from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory
 from dsjax.train.program import Program
 from dsjax.train.recorder import Recorder
@@ -35,6 +36,7 @@ class Plan:
       check_saves: raises the error of a background save that failed.
       log_examples: called with the number of each step and its batch (from 0), before it runs.
       on_eval, on_checkpoint: the user's callbacks.
+      on_program: called with the program that takes over, when a pipeline's stages are balanced anew.
       evaluate_first: the evaluation of the state that the loop starts from is still owed.
     """
 
@@ -49,6 +51,7 @@ class Plan:
     on_eval: Callable[[int, Results], None] | None = None
     on_checkpoint: Callable[[int], None] | None = None
     trace: Callable[[int], None] = lambda step: None
+    on_program: Callable[[Program], None] = lambda program: None
     evaluate_first: bool = False
     saved_at: int = field(default=-1, init=False)
 
@@ -74,6 +77,7 @@ def run_loop(
     alone = jax.process_count() == 1
     if plan.evaluate_first:
         _evaluate(plan, recorder, start, state)
+    balancer = Balancer(program, recorder, plan.on_program)
     recorder.start_clock()
     step = start
     while step < last_of_call:
@@ -85,7 +89,8 @@ def run_loop(
         if plan.log_examples is not None:
             plan.log_examples(step, step - 1 + offset)
         waited = time.monotonic() - waited
-        state, metrics = _one_step(program, state, placed, stop.requested, recorder)
+        votes = balancer.votes(program.votes(stop.requested))
+        state, metrics = _one_step(program, state, placed, votes, recorder)
         recorder.step_done(step, metrics, waited)
         plan.check_saves()
         if step == plan.steps:
@@ -96,6 +101,8 @@ def run_loop(
             _evaluate(plan, recorder, step, state)
         if plan.save_every and step % plan.save_every == 0:
             _save(plan, recorder, step, state)
+        if step < last_of_call:
+            program, state = balancer.step_done(step, program, state, placed)
     recorder.drain()
     if plan.saved_at != step:
         _save(plan, recorder, step, state, last=True)
@@ -120,7 +127,7 @@ def _next_batch(batches: Iterator[Any], step: int, steps: int) -> Any:
 
 
 def _one_step(
-    program: Program, state: State, batch: Any, stop: bool, recorder: Recorder
+    program: Program, state: State, batch: Any, votes: jax.Array, recorder: Recorder
 ) -> tuple[State, dict[str, jax.Array]]:
     first = not program.has_step(batch)
     if first:
@@ -130,7 +137,7 @@ def _one_step(
     else:
         compiled = program.step(batch)
     try:
-        return compiled(state, batch, program.votes(stop))
+        return compiled(state, batch, votes)
     except Exception as error:
         if isinstance(error, OutOfDeviceMemory) or not is_out_of_memory(error):
             raise

@@ -26,7 +26,14 @@ from dsjax.pipelining.slots import allot
 from dsjax.train.losses import layer_result, normalised, stack_of
 from dsjax.train.randomness import ExampleContext, at_step, examples
 
-LOCAL = frozenset({AXIS, *BATCH_AXES})
+
+def local_axes(layout: Layout) -> frozenset[str]:
+    """The mesh axes that the shard_map is manual over: `pipeline`, the batch's, and all of one device.
+
+    Where those are all there are, layers may call back to the host, which jax does not allow otherwise.
+    """
+    sizes = layout.mesh.shape
+    return frozenset(axis for axis, size in sizes.items() if size == 1 or axis in (AXIS, *BATCH_AXES))
 
 
 @dataclass(frozen=True)
@@ -71,57 +78,107 @@ def pipelined(
     Args:
       batch: arrays [A * M, rows, ...]: M microbatches a pass of the pipeline, A passes.
     """
+    body, specs, arguments = _set_up(graph, layout, pipelining, state, batch)
+    mapped = jax.shard_map(
+        lambda *arguments: body(lambda stages: stages.gradients(), *arguments),
+        mesh=layout.mesh,
+        axis_names=set(local_axes(layout)),
+        in_specs=specs,
+        out_specs=(P(), specs[0]),
+        check_vma=False,
+    )
+    return mapped(*arguments)
+
+
+def probed(
+    graph: Any, layout: Layout, pipelining: Pipelining, state: Any, batch: Any, after: Any
+) -> tuple[Any, Any]:
+    """Every device computes its stage of one microbatch, alone.
+
+    Args:
+      after: int32 [devices], zeros: a device begins when its own number is there.
+
+    Returns:
+      Numbers that mean nothing, and int32 [devices], zeros: each there when its device is done.
+    """
+    body, specs, arguments = _set_up(graph, layout, pipelining, state, batch)
+    mapped = jax.shard_map(
+        lambda *arguments: body(lambda stages: stages.probe(), *arguments),
+        mesh=layout.mesh,
+        axis_names=set(local_axes(layout)),
+        in_specs=specs,
+        out_specs=P((AXIS, *BATCH_AXES)),
+        check_vma=False,
+    )
+    return mapped(*arguments), after * 2
+
+
+def _set_up(
+    graph: Any, layout: Layout, pipelining: Pipelining, state: Any, batch: Any
+) -> tuple[Any, Any, Any]:
+    """What stands around the body: (a function of a task and the arguments, their specs, the arguments)."""
     call = _Call(graph, pipelining.stages, _inside(layout, state.params, state.model_state), True)
     count = pipelining.work.schedule.microbatches
     lead = jax.tree.leaves(batch)[0].shape[:2]
     places = jnp.arange(lead[0] * lead[1], dtype=jnp.int32).reshape(lead)
     batch, places = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), (batch, places))
 
-    def body(params: Any, model_state: Any, batch: Any, places: Any, step: Any) -> Any:
+    def body(task: Any, params: Any, model_state: Any, batch: Any, places: Any, step: Any) -> Any:
         with use_layout(call.layout):
-            return _gradients(call, pipelining.work, params, model_state, batch, places, step)
+            return task(_Body(call, pipelining.work, params, model_state, batch, places, step))
 
-    param_specs = _manual_specs(call.layout, state.params)
+    specs = [_manual_specs(call.layout, tree) for tree in (state.params, state.model_state)]
     rows = P(None, None, BATCH_AXES)
-    mapped = jax.shard_map(
-        body,
-        mesh=layout.mesh,
-        axis_names=set(LOCAL),
-        in_specs=(param_specs, _manual_specs(call.layout, state.model_state), rows, rows, P()),
-        out_specs=(P(), param_specs),
-        check_vma=False,
-    )
-    return mapped(state.params, state.model_state, batch, places, state.step)
+    return body, (*specs, rows, rows, P()), (state.params, state.model_state, batch, places, state.step)
 
 
-def _gradients(
-    call: _Call, work: Work, params: Any, model_state: Any, batch: Any, places: Any, step: Any
-) -> tuple[Any, Any]:
-    layout = call.layout
-    params, model_state = (_over_stages(layout, tree) for tree in (params, model_state))
-    if layout.fsdp_gather == "step":
-        params = gather_all(params)
-    layers, rest = call.split(params)
-    states, others = call.split(model_state)
+class _Body:
+    """The stages of one device, set up inside the shard_map."""
 
-    def pipeline_of(data: Any, first: Any) -> Pipeline:
-        parts = _parts(call, (layers, states), (rest, others), data, lambda m: (step, first + m))
-        return Pipeline(parts, work, layers, states, rest)
+    def __init__(
+        self, call: _Call, work: Work, params: Any, model_state: Any, batch: Any, places: Any, step: Any
+    ):
+        self.call, self.work, self.step = call, work, step
+        self.batch, self.places = batch, places
+        params, model_state = (_over_stages(call.layout, tree) for tree in (params, model_state))
+        if call.layout.fsdp_gather == "step":
+            params = gather_all(params)
+        self.params = params
+        self.layers, self.rest = call.split(params)
+        self.states, self.others = call.split(model_state)
 
-    def one_pass(index: Any, carry: Any) -> Any:
-        data = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), (batch, places))
-        return pipeline_of(data, index * work.schedule.microbatches).gradients(*carry)
+    def pipeline(self, index: Any) -> Pipeline:
+        """The pipeline over the microbatches of one pass."""
+        data = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), (self.batch, self.places)
+        )
+        first = index * self.work.schedule.microbatches
+        stack, rest = (self.layers, self.states), (self.rest, self.others)
+        parts = _parts(self.call, stack, rest, data, lambda m: (self.step, first + m))
+        return Pipeline(parts, self.work, self.layers, self.states, self.rest)
 
-    first = jax.tree.map(lambda x: x[0], (batch, places))
-    start = jax.eval_shape(lambda: pipeline_of(first, 0).sums)
-    sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), start)
-    zeros = map_named(partial(_accumulator, layout), params)
-    grads = call.split(zeros)
-    passes = places.shape[0]
-    carry = (sums, *grads)
-    carry = one_pass(0, carry) if passes == 1 else lax.fori_loop(0, passes, one_pass, carry)
-    sums, grads = lax.psum(carry[0], tuple(LOCAL)), call.whole(*carry[1:])
-    return sums, map_named(partial(_reduced, layout), grads)
+    def nothing(self) -> tuple[Any, Any, Any]:
+        """Sums and gradients before the first microbatch."""
+        sums = jax.tree.map(
+            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: self.pipeline(0).sums)
+        )
+        zeros = map_named(partial(_accumulator, self.call.layout), self.params)
+        return sums, *self.call.split(zeros)
+
+    def gradients(self) -> tuple[Any, Any]:
+        """Sums over all devices, and gradients as their parameters lie."""
+        passes, carry = self.places.shape[0], self.nothing()
+        if passes == 1:
+            carry = self.pipeline(0).gradients(*carry)
+        else:
+            carry = lax.fori_loop(0, passes, lambda i, carry: self.pipeline(i).gradients(*carry), carry)
+        grads = map_named(partial(_reduced, self.call.layout), self.call.whole(*carry[1:]))
+        return lax.psum(carry[0], tuple(self.call.layout.local)), grads
+
+    def probe(self) -> jax.Array:
+        """float32 [1], made of all that a forward and a backward of this device's stage give."""
+        carry = self.pipeline(0).one_of_each(*self.nothing())
+        return jnp.stack([jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(carry)]).sum()[None]
 
 
 def _parts(call: _Call, stack: Any, rest: Any, data: Any, when: Any) -> Parts:
@@ -192,24 +249,18 @@ def evaluated(
     work = replace(pipelining.work, schedule=table, slots=allot(table, "inputs"))
 
     def body(params: Any, model_state: Any, batch: Any) -> Any:
+        batch = jax.tree.map(lambda x: x.reshape(1, count, -1, *x.shape[1:]), batch)
+        places = jnp.zeros(jax.tree.leaves(batch)[0].shape[:3], jnp.int32)
         with use_layout(call.layout):
-            params, model_state = (_over_stages(call.layout, tree) for tree in (params, model_state))
-            if layout.fsdp_gather == "step":
-                params = gather_all(params)
-            (layers, rest), (states, others) = call.split(params), call.split(model_state)
-            batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-            places = jnp.zeros(jax.tree.leaves(batch)[0].shape[:2], jnp.int32)
-            parts = _parts(
-                call, (layers, states), (rest, others), (batch, places), lambda m: (jnp.int32(0), 0)
-            )
-            sums = Pipeline(parts, work, layers, states, rest).evaluation()
-        return lax.psum(sums, tuple(LOCAL) if shared else AXIS)
+            stages = _Body(call, work, params, model_state, batch, places, jnp.int32(0))
+            sums = stages.pipeline(0).evaluation()
+        return lax.psum(sums, tuple(call.layout.local) if shared else AXIS)
 
     rows_spec = P(BATCH_AXES) if shared else P()
     mapped = jax.shard_map(
         body,
         mesh=layout.mesh,
-        axis_names=set(LOCAL),
+        axis_names=set(local_axes(layout)),
         in_specs=(*(_manual_specs(call.layout, tree) for tree in (params, model_state)), rows_spec),
         out_specs=P(),
         check_vma=False,
@@ -227,7 +278,7 @@ def _inside(layout: Layout, *trees: Any) -> Layout:
         for path, leaf in named_leaves(tree).items():
             spec = _place(layout, path, leaf)
             places[path] = P(*spec, *(None,) * (leaf.ndim - len(spec)))
-    return replace(layout, local=LOCAL, places=places)
+    return replace(layout, local=local_axes(layout), places=places)
 
 
 def _place(layout: Layout, path: str, leaf: Any) -> P:
@@ -237,7 +288,7 @@ def _place(layout: Layout, path: str, leaf: Any) -> P:
 
 
 def _manual_specs(layout: Layout, tree: Any) -> Any:
-    return map_named(lambda path, leaf: _only(layout.places[path], lambda axis: axis in LOCAL), tree)
+    return map_named(lambda path, leaf: _only(layout.places[path], lambda axis: axis in layout.local), tree)
 
 
 def _only(spec: P, wanted: Any) -> P:
@@ -257,7 +308,7 @@ def _accumulator(layout: Layout, path: str, leaf: Any) -> jax.Array:
     zeros = jnp.zeros(leaf.shape, jnp.float32)
     if layout.alone:
         return zeros
-    gone = (*LOCAL, *(SHARD_AXES if layout.fsdp_gather == "step" else ()))
+    gone = (*layout.local, *(SHARD_AXES if layout.fsdp_gather == "step" else ()))
     return lax.with_sharding_constraint(
         zeros, layout.place(_only(layout.places[path], lambda a: a not in gone))
     )
@@ -272,11 +323,11 @@ def _reduced(layout: Layout, path: str, grad: jax.Array) -> jax.Array:
     cut = set()
     for dimension, entry in enumerate(spec):
         for axis in axes_of_entry(entry):
-            if axis not in LOCAL:
+            if axis not in layout.local:
                 continue
             cut.add(axis)
             gathered_here = axis == AXIS if not stacked else False
             if gathered_here or (axis in SHARD_AXES and layout.fsdp_gather == "step"):
                 grad = lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
-    left = tuple(a for a in LOCAL if a not in cut and layout.axis_size(a) > 1)
+    left = tuple(a for a in layout.local if a not in cut and layout.axis_size(a) > 1)
     return lax.psum(grad, left) if left else grad

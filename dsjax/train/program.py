@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax.config import Config
 from dsjax.config.parallel import PipelineConfig
+from dsjax.data.rows import empty_rows
 from dsjax.errors import ConfigError, InputError
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, path_name, process_rows
 from dsjax.models import Stages
@@ -38,7 +39,9 @@ from dsjax.train.memory import (
     refuse_oversized_state,
 )
 from dsjax.train.optimizers import optimizer_shardings
+from dsjax.train.pipelined import probed
 from dsjax.train.stacking import Held, microbatches_of, restack, stacking_of
+from dsjax.train.stage_costs import Costs, costs_of
 from dsjax.train.state import State, first_state
 from dsjax.train.step import StepParts, eval_step, train_step
 
@@ -77,6 +80,8 @@ class Program:
       trainable: path patterns of the parameters to train; empty: all.
       max_grad_norm, remat, accumulation, fsdp_gather, pipeline: as in the config.
       rows_a_pass: rows of a batch shard in a pass of the pipeline, where they are known.
+      costs: cost of a layer, of the embedding and of the head, in any unit, where they are known: layers are
+        shared out by them.
       compiler_options: XLA's, for the compiled functions.
       on_compile: called with what was compiled and the seconds it took.
       alternatives: programs of other settings to try when a step does not fit.
@@ -95,6 +100,7 @@ class Program:
     remat: str = "none"
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     rows_a_pass: int | None = None
+    costs: Costs | None = None
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     on_compile: Callable[[str, float], None] = lambda what, seconds: None
     alternatives: Callable[[], list[tuple[str, Program]]] = list
@@ -104,7 +110,7 @@ class Program:
         check_init(recipe.init)
         model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
         passes = microbatches_of(self.pipeline, self.mesh.shape["pipeline"], self.rows_a_pass)
-        self.stacking = stacking_of(recipe.stages, model, self.mesh, self.pipeline, passes)
+        self.stacking = stacking_of(recipe.stages, model, self.mesh, self.pipeline, passes, self.costs)
         # Microbatches a step, over all passes of the pipeline.
         self.microbatches = self.accumulation * passes
         self.layout = Layout(
@@ -355,6 +361,20 @@ class Program:
                 return None
             raise
 
+    def probe(self, batch: Any) -> Callable[[State, Any, jax.Array], tuple[Any, jax.Array]]:
+        """A compiled function in which every device computes its stage of one microbatch (see `probed`)."""
+        parts, pipelining = self.parts, self.parts.pipelining
+        assert pipelining is not None
+        started = time.monotonic()
+        function = jax.jit(
+            lambda state, batch, after: probed(parts.graph, parts.layout, pipelining, state, batch, after),
+            out_shardings=(None, NamedSharding(self.mesh, P(AXES))),
+        )
+        after = jax.ShapeDtypeStruct((self.mesh.size,), np.int32, sharding=NamedSharding(self.mesh, P(AXES)))
+        compiled = function.lower(self.abstract_state, abstract(batch), after).compile(self._options())
+        self.on_compile("probe", time.monotonic() - started)
+        return compiled
+
     def _options(self) -> dict[str, Any]:
         return dict(self.compiler_options)
 
@@ -450,6 +470,7 @@ def lay_out(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh, **more: Any
         fsdp_gather=train.fsdp_gather,
         pipeline=config.pipeline,
         rows_a_pass=_rows_a_pass(config, mesh),
+        costs=_costs(recipe, config, mesh),
         compute_dtype=compute_dtype(config.precision.policy, platform),
         trainable=tuple(config.optimizer.trainable),
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -464,3 +485,11 @@ def _rows_a_pass(config: Config, mesh: jax.sharding.Mesh) -> int | None:
         return None
     parts = batch_shards(mesh) * config.train.gradient_accumulation_steps
     return max(1, config.train.global_batch_size // parts)
+
+
+def _costs(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh) -> Costs | None:
+    """What a model's parts cost, if its batches are known to be rows of tokens."""
+    if mesh.shape["pipeline"] == 1 or recipe.stages is None or config.model.kind == "python":
+        return None
+    row = jax.eval_shape(lambda: empty_rows((1, config.train.sequence_length)))
+    return costs_of(recipe.stages, recipe.init, row)

@@ -80,6 +80,8 @@ class Recorder:
         self.skipped_in_a_row = 0
         self.step = first_step
         self.last_record: dict[str, Any] = {}
+        # Of a pipeline's stages, for a microbatch, when they were last timed; told once.
+        self.stage_seconds: list[float] = []
 
     def __enter__(self) -> Recorder:
         # Lines past the step that this call goes on from are of a past that did not last.
@@ -155,6 +157,8 @@ class Recorder:
             "peak_memory_bytes": peak_bytes(self._devices),
             "time": time.time(),
         }
+        record.update({f"stage_{i}_seconds": seconds for i, seconds in enumerate(self.stage_seconds)})
+        self.stage_seconds = []
         self._seconds, self._tokens, self._waits = [], [], []
         self._write(record)
         self.progress.update(step, record)

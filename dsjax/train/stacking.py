@@ -21,6 +21,7 @@ from dsjax.pipelining.partition import Partition, even, restacked, sizes_of
 from dsjax.pipelining.schedule import make_schedule
 from dsjax.pipelining.slots import allot
 from dsjax.train.pipelined import Pipelining
+from dsjax.train.stage_costs import Costs
 
 # Microbatches a stage, where the config names none: a bubble below a fifth, and stashes still small.
 _MICROBATCHES_A_STAGE = 4
@@ -110,13 +111,19 @@ class Held:
 
 
 def stacking_of(
-    stages: Stages | None, model: nnx.Module, mesh: Mesh, pipeline: PipelineConfig, microbatches: int
+    stages: Stages | None,
+    model: nnx.Module,
+    mesh: Mesh,
+    pipeline: PipelineConfig,
+    microbatches: int,
+    costs: Costs | None = None,
 ) -> Stacking | None:
     """The stacking of a model over a mesh; None where the mesh has one stage.
 
     Args:
       model: abstract.
       microbatches: a pass of the pipeline.
+      costs: of the model's parts, by which layers are shared out; evenly without.
 
     Raises:
       ConfigError: a model that cannot be cut, or settings that do not go together; with what would work.

@@ -125,15 +125,8 @@ class Trainer:
         setup(config.runtime)
         made = as_optimizer(optimizer, learning_rate)
         loss, stages = as_loss(loss, stages, remat)
-        recipe = Recipe(
-            init,
-            loss,
-            lambda names_of: made,
-            as_schedule(learning_rate),
-            dict(param_axes or {}),
-            stages is None,
-            stages,
-        )
+        recipe = Recipe(init, loss, lambda names_of: made, as_schedule(learning_rate), dict(param_axes or {}))
+        recipe.remat_by_step, recipe.stages = stages is None, stages
         rate = {"learning_rate"} if "learning_rate" in values["optimizer"] else set()
         only = {**_SCRIPTS_OWN, "optimizer": {"max_grad_norm", "trainable", *rate}}
         self._start(recipe, config, devices, compiler_options, allow_config_change, only)
@@ -255,7 +248,13 @@ class Trainer:
         return loop.evaluate(self.program, state, batches, limit)
 
     def plan(
-        self, on: str, batch: Any, *, mesh: Mapping[str, int] | None = None, explain: bool = False, **more: Any
+        self,
+        on: str,
+        batch: Any,
+        *,
+        mesh: Mapping[str, int] | None = None,
+        explain: bool = False,
+        **more: Any,
     ) -> Any:
         """What this trainer's step takes on a cluster that is not here; no device of it is touched.
 
@@ -451,6 +450,7 @@ class Trainer:
             on_eval=on_eval,
             on_checkpoint=on_checkpoint,
             trace=trace_window(self.config.observe.profile, self.directory.path),
+            on_program=lambda program: setattr(self, "program", program),
         )
 
     @contextmanager

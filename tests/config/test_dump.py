@@ -86,6 +86,9 @@ _OTHER = {
     "runtime.platform": "cpu", "runtime.cpu_devices": 2, "runtime.distributed": "none",
     "runtime.distributed_timeout": 1, "runtime.compilation_cache": None, "runtime.xla_preset": "none",
     "model.kind": "a:b", "model.config": "c.json",
+    "mesh.pipeline": 2, "pipeline.schedule": "gpipe", "pipeline.microbatches": 4, "pipeline.virtual_stages": 2,
+    "pipeline.recompute": False, "pipeline.layers": [1, 2], "pipeline.rebalance_every": 1,
+    "pipeline.rebalance_gain": 0.5,
     "mesh.data": 2, "mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2,
     "train.steps": 2000, "train.stop_after": 1, "train.global_batch_size": 4, "train.sequence_length": 2,
     "train.gradient_accumulation_steps": 2, "train.remat": "full", "train.fsdp_gather": "step",
@@ -106,14 +109,13 @@ _OTHER = {
     "observe.prometheus_port": 1, "observe.profile.start": 1, "observe.profile.steps": 1,
 }  # fmt: skip
 _ONE_VALUE_ONLY = {
-    "mesh.pipeline",
     "mesh.expert",
     "optimizer.state_dtype",
     "precision.params",
     "stability.on_nonfinite",
 }
 _FREE = {
-    "run.name", "run.dir", "run.resume", "runtime", "mesh", "train.steps", "train.stop_after", "data.paths",
+    "run.name", "run.dir", "run.resume", "runtime", "mesh", "pipeline", "train.steps", "train.stop_after", "data.paths",
     "train.gradient_accumulation_steps", "train.remat", "train.fsdp_gather", "data.workers", "data.cache_dir",
     "data.log_examples", "eval", "checkpoint", "observe",
 }  # fmt: skip

@@ -1,0 +1,298 @@
+"""Keeps the stages of a pipeline equally long while it runs: times them, and moves layers where that pays.
+
+Every so often each device computes its own stage of one microbatch alone, queued between two steps, so that
+neither the host nor any exchange is in the figure.  The loop goes on meanwhile; some steps later the times are
+there, the partition is solved anew, and if enough is gained the state moves to it at a step boundary.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dsjax.errors import ConfigError, OutOfDeviceMemory
+from dsjax.mesh import batch_shards, map_named, named_leaves
+from dsjax.pipelining.partition import Partition, restacked, told
+from dsjax.pipelining.simulate import simulate
+from dsjax.train.program import Program
+from dsjax.train.recorder import LAG, Recorder
+from dsjax.train.stacking import is_stacked
+from dsjax.train.stage_costs import Costs
+
+# A stage is told to be slow where it takes so many times as long as the median one for its layers.
+_SLOW = 1.5
+# Forwards and backwards of a stage are timed together; a backward is about so much of both.
+_BACKWARD = 2 / 3
+
+
+class _Timing:
+    """Probes under way, one after the other: when each device of this process was done with each."""
+
+    def __init__(self, due: int):
+        self.due = due
+        self._done: list[dict[int, float]] = []
+        self._threads: list[threading.Thread] = []
+
+    def watch(self, array: jax.Array) -> None:
+        """Notes when each device's part of an array is there."""
+        times: dict[int, float] = {}
+        self._done.append(times)
+        for shard in array.addressable_shards:
+            thread = threading.Thread(target=self._wait, args=(times, shard), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    @staticmethod
+    def _wait(times: dict[int, float], shard: Any) -> None:
+        shard.data.block_until_ready()
+        times[shard.device.id] = time.monotonic()
+
+    def seconds(self, probe: int) -> dict[int, float]:
+        """Device id -> seconds that a probe took."""
+        for thread in self._threads:
+            thread.join()
+        return {device: end - self._done[probe][device] for device, end in self._done[probe + 1].items()}
+
+
+class Balancer:
+    """Called once a step by the loop; idle where there is no pipeline or `pipeline.rebalance_every` is 0.
+
+    Args:
+      changed: told of the program that takes the place of the one before.
+    """
+
+    def __init__(self, program: Program, recorder: Recorder, changed: Callable[[Program], None]):
+        self._recorder, self._changed = recorder, changed
+        self._every = program.pipeline.rebalance_every if program.stacking is not None else 0
+        self._timing: _Timing | None = None
+        self._probes: dict[int, Any] = {}
+        # The program with other microbatches that is timed beside the present one.
+        self._trial: Program | None = None
+        self._untried = _other_sizes(program) if self._every else []
+        # What the next step waits for, so that it does not run beside the probe.
+        self._after: jax.Array | None = None
+
+    def votes(self, votes: jax.Array) -> jax.Array:
+        """The step's votes, on each device only there once its probe is done."""
+        after, self._after = self._after, None
+        return votes if after is None else _sum(votes, after)
+
+    def step_done(self, step: int, program: Program, state: Any, batch: Any) -> tuple[Program, Any]:
+        """The program and state to go on with."""
+        if self._every and step % self._every == 0 and self._timing is None:
+            self._start(step, program, state, batch)
+        elif self._timing is not None and step >= self._timing.due:
+            timing, self._timing = self._timing, None
+            seconds = _agreed(program, timing.seconds(0))
+            self._tell(step, program, seconds)
+            wanted = self._wanted(program, seconds)
+            if wanted is None and self._trial is not None:
+                wanted = self._resized(program, batch, seconds, _agreed(program, timing.seconds(1)))
+            self._trial = None
+            if wanted is not None:
+                return self._move(step, program, state, *wanted, seconds)
+        return program, state
+
+    # ---- timing --------------------------------------------------------------------------------
+
+    def _start(self, step: int, program: Program, state: Any, batch: Any) -> None:
+        self._trial = self._next_trial(program, batch)
+        probe = self._probe_of(program, batch)
+        self._timing = _Timing(due=step + LAG + 1)
+        self._after = _after(state.step, program.votes(False))
+        self._timing.watch(self._after)
+        _, self._after = probe(state, batch, self._after)
+        self._timing.watch(self._after)
+        if self._trial is not None:
+            other = self._probe_of(self._trial, self._trial.like_batch(batch))
+            _, self._after = other(state, _zeros(self._trial.like_batch(batch)), self._after)
+            self._timing.watch(self._after)
+
+    def _probe_of(self, program: Program, batch: Any) -> Any:
+        if program.microbatches not in self._probes:
+            with self._recorder.progress.busy("compiling the probe of the stages"):
+                self._probes[program.microbatches] = program.probe(batch)
+            self._recorder.start_clock()
+        return self._probes[program.microbatches]
+
+    def _next_trial(self, program: Program, batch: Any) -> Program | None:
+        """A program of another number of microbatches that this process's rows allow, not timed before."""
+        rows = math.prod(jax.tree.leaves(batch)[0].shape[:2])
+        shards = batch_shards(program.mesh)
+        while self._untried:
+            count = self._untried.pop(0)
+            if rows % (count * program.accumulation * shards):
+                continue
+            try:
+                trial = replace(program, pipeline=program.pipeline.model_copy(update={"microbatches": count}))
+            except ConfigError:
+                continue
+            # Another order of the rows would want another loader.
+            if np.array_equal(trial.rows(rows), program.rows(rows)):
+                return trial
+        return None
+
+    # ---- deciding ------------------------------------------------------------------------------
+
+    def _tell(self, step: int, program: Program, seconds: np.ndarray) -> None:
+        """Puts the stages' times into the metrics; names slow ones."""
+        self._recorder.stage_seconds = seconds.tolist()
+        pace = _pace(program, seconds)
+        for stage in np.flatnonzero(pace > _SLOW * np.median(pace)):
+            times = float(pace[stage] / np.median(pace))
+            self._recorder.event(
+                "slow_stage", step, stage=int(stage), seconds=float(seconds[stage]), times=times
+            )
+            self._recorder.progress.message(
+                f"step {step}: stage {stage} is slow: {seconds[stage]:.3g} s a microbatch, {times:.1f} times what its "
+                "layers take elsewhere"
+            )
+
+    def _wanted(self, program: Program, seconds: np.ndarray) -> tuple[Program, float] | None:
+        """The program of a better partition, and what it saves; None where it does not pay."""
+        assert program.stacking is not None
+        now, recompute, pace = program.stacking.partition, _recompute(program), _pace(program, seconds)
+        best = _costs(program).partition(now.layers, now.stages, now.virtual, recompute, pace.tolist())
+        gain = 1 - _predicted(program, best, pace) / _predicted(program, now, pace)
+        if best.counts == now.counts or gain < program.pipeline.rebalance_gain:
+            return None
+        return replace(
+            program, pipeline=program.pipeline.model_copy(update={"layers": list(best.counts)})
+        ), gain
+
+    def _resized(
+        self, program: Program, batch: Any, seconds: np.ndarray, others: np.ndarray
+    ) -> tuple[Program, float] | None:
+        """The program of other microbatches, if it is faster by the measured times and fits."""
+        trial = self._trial
+        assert trial is not None and trial.stacking is not None and program.stacking is not None
+        now, then = (
+            _predicted(p, p.stacking.partition, _pace(p, s))  # type: ignore[union-attr]
+            for p, s in ((program, seconds), (trial, others))
+        )
+        if 1 - then / now < program.pipeline.rebalance_gain:
+            return None
+        try:
+            with self._recorder.progress.busy("compiling the step with other microbatches"):
+                trial.step(trial.like_batch(batch))
+        except OutOfDeviceMemory:
+            return None
+        return trial, 1 - then / now
+
+    def _move(
+        self, step: int, program: Program, state: Any, wanted: Program, gain: float, seconds: np.ndarray
+    ) -> tuple[Program, Any]:
+        self._recorder.drain()
+        before, after = _layout(program), _layout(wanted)
+        words = ", ".join(
+            f"{key} {before[key]} -> {after[key]}" for key in after if before[key] != after[key]
+        )
+        with self._recorder.progress.busy(f"rebalancing: {words}"):
+            state = _moved(program, wanted, state)
+        self._probes.clear()
+        self._recorder.event(
+            "rebalanced", step, before=before, after=after, stage_seconds=seconds.tolist(),
+            predicted_gain=round(gain, 4),
+        )  # fmt: skip
+        self._recorder.progress.message(f"step {step}: {words}; a step should take {gain:.0%} less time")
+        self._recorder.start_clock()
+        self._changed(wanted)
+        return wanted, state
+
+
+def _layout(program: Program) -> dict[str, Any]:
+    assert program.stacking is not None
+    work = program.stacking.pipelining.work
+    return {"layers a stage": told(program.stacking.partition), "microbatches": work.schedule.microbatches}
+
+
+def _other_sizes(program: Program) -> list[int]:
+    """Half and twice as many microbatches, where the config leaves their number open."""
+    if program.pipeline.microbatches is not None:
+        return []
+    assert program.stacking is not None
+    count = program.stacking.pipelining.work.schedule.microbatches
+    return [n for n in (count // 2, 2 * count) if n]
+
+
+def _recompute(program: Program) -> bool:
+    return program.stacking.pipelining.work.slots.keep == "inputs"  # type: ignore[union-attr]
+
+
+def _costs(program: Program) -> Costs:
+    return program.costs or Costs(1.0, 0.0, 0.0)
+
+
+def _pace(program: Program, seconds: np.ndarray) -> np.ndarray:
+    """Seconds per cost of each stage."""
+    partition = program.stacking.partition  # type: ignore[union-attr]
+    return seconds / np.sum(_costs(program).of_stages(partition, _recompute(program)), axis=0)
+
+
+def _predicted(program: Program, partition: Partition, pace: np.ndarray) -> float:
+    """Seconds of a step's passes of the pipeline with another partition."""
+    schedule = program.stacking.pipelining.work.schedule  # type: ignore[union-attr]
+    both = np.array(_costs(program).of_stages(partition, _recompute(program))) * pace
+    back = both * _BACKWARD
+    halves = (back, 0.0) if schedule.weight is None else (back / 2, back / 2)
+    return program.accumulation * simulate(schedule, both - back, *halves).total
+
+
+def _agreed(program: Program, seconds: dict[int, float]) -> np.ndarray:
+    """Seconds of each stage, the same on every process: the slowest of its devices."""
+    devices = program.mesh.devices
+    table = np.zeros(devices.shape[0])
+    for stage in range(devices.shape[0]):
+        table[stage] = max((seconds.get(d.id, 0.0) for d in devices[stage].flat), default=0.0)
+    if jax.process_count() > 1:
+        table = np.max(multihost_utils.process_allgather(table), axis=0)
+    return table
+
+
+@jax.jit
+def _sum(votes: jax.Array, after: jax.Array) -> jax.Array:
+    return votes + after
+
+
+def _begun(step: jax.Array, zeros: jax.Array) -> jax.Array:
+    return zeros * 2
+
+
+# The step's number is not used: the program waits for it all the same.
+_after = jax.jit(_begun, keep_unused=True)
+
+
+def _zeros(shapes: Any) -> Any:
+    places = jax.tree.map(lambda s: s.sharding, shapes)
+    return jax.jit(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=places
+    )()
+
+
+def _moved(program: Program, wanted: Program, state: Any) -> Any:
+    """The state with its layers where another program wants them, one array after the other."""
+    assert program.stacking is not None and wanted.stacking is not None
+    held, slots, path = program.stacking.slots, wanted.stacking.slots, program.stacking.path
+    if np.array_equal(held, slots):
+        return state
+    places = named_leaves(wanted.state_shardings)
+
+    def one(name: str, leaf: Any) -> Any:
+        if not is_stacked(name, leaf.shape, path, len(held)):
+            return leaf
+        new = jax.jit(lambda leaf: restacked(leaf, held, slots), out_shardings=places[name])(leaf)
+        # Only one array at a time is there twice.
+        new.block_until_ready()
+        leaf.delete()
+        return new
+
+    return map_named(one, state)
