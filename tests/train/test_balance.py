@@ -1,0 +1,192 @@
+"""Stages that are timed and layers that move while a run goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import dsjax
+from dsjax.pipelining.partition import balanced, even
+from dsjax.train.balance import Balancer, _Timing
+from dsjax.train.stage_costs import Costs
+
+WIDTH, LAYERS, SLEEP = 8, 6, 0.004
+
+
+@jax.custom_vjp
+def slow_on_stage_1(x):
+    return x
+
+
+def _slept(x, times):
+    """x, later: a layer on stage 1 takes five times as long as elsewhere."""
+
+    def sleep(stage, x):
+        time.sleep(SLEEP * times * (5 if stage == 1 else 1))
+        return np.asarray(x)
+
+    return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.axis_index("pipeline"), x)
+
+
+slow_on_stage_1.defvjp(lambda x: (_slept(x, 1), None), lambda _, g: (_slept(g, 2),))
+
+
+class Layer(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+class Net(nnx.Module):
+    def __init__(self, *, rngs):
+        self.first = nnx.Linear(4, WIDTH, rngs=rngs)
+        self.layers = dsjax.stacked(lambda rngs: Layer(rngs=rngs), LAYERS, rngs)
+        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+
+def _squares(model, x, batch):
+    errors = (model.last(x)[:, 0] - batch["y"]) ** 2
+    return errors.sum(), jnp.float32(errors.shape[0])
+
+
+def _stages(slow: bool) -> dsjax.Stages:
+    return dsjax.Stages(
+        embed=lambda model, batch: model.first(batch["x"]),
+        layer=lambda layer, x, batch: slow_on_stage_1(layer(x)) if slow else layer(x),
+        head=_squares,
+    )
+
+
+def _batches():
+    rng = np.random.default_rng(0)
+    while True:
+        x = rng.normal(size=(8, 4)).astype(np.float32)
+        yield {"x": x, "y": x.sum(1)}
+
+
+def _run(directory, steps, slow=True, **pipeline):
+    trainer = dsjax.Trainer(
+        init=lambda rngs: Net(rngs=rngs),
+        stages=_stages(slow),
+        optimizer=optax.adam,
+        learning_rate=1e-2,
+        mesh={"pipeline": 2},
+        devices=jax.devices()[:2],
+        pipeline=pipeline,
+        run={"dir": str(directory)},
+        observe={"log_every": 1, "progress": "none"},
+    )
+    state = trainer.fit(_batches(), steps=steps)
+    told = {kind: [] for kind in ("rebalanced", "slow_stage")}
+    for line in (directory / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        told.setdefault(event["kind"], []).append(event)
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return trainer, state, metrics, told
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("balance")
+    moved = _run(directory / "moved", 18, microbatches=4, rebalance_every=4)
+    still = _run(directory / "still", 18, slow=False, microbatches=4, rebalance_every=0)
+    return moved, still, directory
+
+
+def test_a_slow_stage_is_named_and_relieved(runs):
+    (trainer, _, metrics, told), _, _ = runs
+    assert {event["stage"] for event in told["slow_stage"]} == {1}
+    assert any("stage_1_seconds" in line for line in metrics)
+    first = told["rebalanced"][0]
+    assert first["step"] <= 8 and first["before"]["layers a stage"] == "3+3"
+    counts = trainer.program.stacking.partition.counts
+    assert counts[0] > counts[1] and sum(counts) == LAYERS
+    before = np.median([line["step_seconds"] for line in metrics[1:6]])
+    assert np.median([line["step_seconds"] for line in metrics[-4:]]) < 0.85 * before
+
+
+def test_the_losses_are_those_of_a_run_that_never_moved(runs):
+    (moved, state, metrics, _), (still, other, unmoved, told), _ = runs
+    assert not told["rebalanced"] and not any("stage_0_seconds" in line for line in unmoved)
+    np.testing.assert_allclose(
+        [line["loss"] for line in metrics], [line["loss"] for line in unmoved], rtol=1e-6
+    )
+    a, b = (jax.tree.leaves(nnx.state(t.model(s), nnx.Param)) for t, s in ((moved, state), (still, other)))
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+
+
+def test_a_moved_run_resumes_on_the_partition_of_its_config(runs, tmp_path):
+    _, _, directory = runs
+    _, _, metrics, told = _run(directory / "moved", 20, slow=False, microbatches=4, rebalance_every=0)
+    assert told["resumed"][0]["step"] == 18 and metrics[-1]["step"] == 20
+
+
+def test_more_microbatches_where_they_pay():
+    """The decision alone: a stage's times at half the rows are half, so a longer pipeline has a smaller bubble."""
+    trainer = dsjax.Trainer(
+        init=lambda rngs: Net(rngs=rngs), stages=_stages(False), optimizer=optax.sgd, learning_rate=0.1,
+        mesh={"pipeline": 2}, devices=jax.devices()[:2],
+    )  # fmt: skip
+    lines = []
+    recorder = SimpleNamespace(
+        progress=SimpleNamespace(busy=lambda what: _nothing(lines, what)), start_clock=lambda: 0
+    )
+    program = trainer.program
+    balancer = Balancer(program, recorder, lambda program: None)
+    batch = program.place({"x": np.zeros((64, 4), np.float32), "y": np.zeros(64, np.float32)})
+    # From 8 microbatches the first other number is 4, the second 16.
+    fewer = balancer._next_trial(program, batch)
+    balancer._trial = more = balancer._next_trial(program, batch)
+    assert (fewer.microbatches, program.microbatches, more.microbatches) == (4, 8, 16)
+    assert balancer._next_trial(program, batch) is None
+    assert (
+        balancer._resized(program, batch, np.ones(2), np.full(2, 0.51)) is None
+    )  # as good as twice the time
+    wanted, gain = balancer._resized(program, batch, np.ones(2), np.full(2, 0.45))
+    assert wanted is more and gain == pytest.approx(1 - 17 * 0.45 / 9, abs=0.02)
+
+
+def test_microbatches_that_were_asked_for_stay(runs):
+    (trainer, _, _, told), _, _ = runs
+    assert trainer.program.microbatches == 4
+    assert all(event["after"]["microbatches"] == 4 for event in told["rebalanced"])
+
+
+class _nothing:
+    def __init__(self, lines, what):
+        lines.append(what)
+
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *error):
+        return None
+
+
+def test_times_are_those_between_one_probe_and_the_next():
+    timing = _Timing(due=3)
+    for _ in range(3):
+        timing.watch(jnp.zeros(2))
+    assert all(seconds >= 0 for probe in (0, 1) for seconds in timing.seconds(probe).values())
+
+
+def test_layers_are_shared_out_by_what_the_head_costs():
+    costs = Costs(layer=1.0, first=0.0, last=3.0)
+    kept = costs.partition(16, 4, 1, recompute=False)
+    assert kept.counts == (4, 5, 5, 2)
+    # With recomputation the last stage's forward is left out, so it takes more layers.
+    assert costs.partition(16, 4, 1, recompute=True).counts[-1] >= kept.counts[-1]
+    assert balanced([1.0] * 8, 4).counts == even(8, 4).counts == (2, 2, 2, 2)
+    table = costs.of_stages(kept, recompute=False)
+    assert table == [[12.0, 15.0, 15.0, 15.0]]
