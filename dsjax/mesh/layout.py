@@ -61,7 +61,7 @@ class Layout:
     fsdp_gather: str = "layer"
     gather_dtype: Any = None
     stacked: str | None = None
-    local: frozenset[str] = frozenset()
+    local: tuple[str, ...] = ()
     places: Mapping[str, P] = field(default_factory=dict)
     param_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PARAM_RULES)
     activation_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ACTIVATION_RULES)
@@ -119,7 +119,7 @@ class Layout:
         Where no axis is left it is wrapped all the same: operations with a partitioning of their own (cuDNN's
         attention) do not compile in a shard_map that leaves axes to the compiler.
         """
-        left = set(AXES) - self.local
+        left = set(AXES) - set(self.local)
         if self.mesh.size == 1 or not left:
             return function
         return jax.shard_map(

@@ -11,7 +11,9 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ from dsjax.errors import ConfigError, OutOfDeviceMemory
 from dsjax.mesh import batch_shards, map_named, named_leaves
 from dsjax.pipelining.partition import Partition, restacked, told
 from dsjax.pipelining.simulate import simulate
+from dsjax.train.host_batch import abstract
 from dsjax.train.program import Program
 from dsjax.train.recorder import LAG, Recorder
 from dsjax.train.stacking import is_stacked
@@ -30,6 +33,10 @@ from dsjax.train.stage_costs import Costs
 
 # A stage is told to be slow where it takes so many times as long as the median one for its layers.
 _SLOW = 1.5
+# A device computes its stage so often; the shortest time counts, for what disturbs it only adds.
+_TIMES = 3
+# Steps before the first timing at which its program begins to be compiled, beside the training.
+_AHEAD = 10
 # Forwards and backwards of a stage are timed together; a backward is about so much of both.
 _BACKWARD = 2 / 3
 
@@ -57,10 +64,33 @@ class _Timing:
         times[shard.device.id] = time.monotonic()
 
     def seconds(self, probe: int) -> dict[int, float]:
-        """Device id -> seconds that a probe took."""
+        """Device id -> the shortest time in seconds that the devices took for a probe."""
         for thread in self._threads:
             thread.join()
-        return {device: end - self._done[probe][device] for device, end in self._done[probe + 1].items()}
+        marks = self._done[probe * _TIMES : (probe + 1) * _TIMES + 1]
+        took = [{device: end[device] - begin[device] for device in end} for begin, end in pairwise(marks)]
+        return {device: min(times[device] for times in took) for device in took[0]}
+
+
+class _Compiled:
+    """A program's probe, compiled on a thread of its own."""
+
+    def __init__(self, program: Program, batch: Any):
+        self._thread = threading.Thread(target=self._compile, args=(program, batch))
+        self._thread.start()
+
+    def _compile(self, program: Program, batch: Any) -> None:
+        try:
+            self._probe = program.probe(batch)
+        except Exception as error:
+            self._error = error
+
+    def get(self) -> Any:
+        """The compiled probe, once it is there."""
+        self._thread.join()
+        if hasattr(self, "_error"):
+            raise self._error
+        return self._probe
 
 
 class Balancer:
@@ -74,7 +104,7 @@ class Balancer:
         self._recorder, self._changed = recorder, changed
         self._every = program.pipeline.rebalance_every if program.stacking is not None else 0
         self._timing: _Timing | None = None
-        self._probes: dict[int, Any] = {}
+        self._probes: dict[int, _Compiled] = {}
         # The program with other microbatches that is timed beside the present one.
         self._trial: Program | None = None
         self._untried = _other_sizes(program) if self._every else []
@@ -88,41 +118,48 @@ class Balancer:
 
     def step_done(self, step: int, program: Program, state: Any, batch: Any) -> tuple[Program, Any]:
         """The program and state to go on with."""
-        if self._every and step % self._every == 0 and self._timing is None:
+        if not self._every:
+            return program, state
+        if (step + min(_AHEAD, self._every // 2)) % self._every == 0:
+            self._compile(program, batch)
+        if step % self._every == 0 and self._timing is None:
             self._start(step, program, state, batch)
         elif self._timing is not None and step >= self._timing.due:
             timing, self._timing = self._timing, None
-            seconds = _agreed(program, timing.seconds(0))
-            self._tell(step, program, seconds)
-            wanted = self._wanted(program, seconds)
-            if wanted is None and self._trial is not None:
-                wanted = self._resized(program, batch, seconds, _agreed(program, timing.seconds(1)))
-            self._trial = None
-            if wanted is not None:
-                return self._move(step, program, state, *wanted, seconds)
+            return self._decide(step, program, state, batch, timing)
         return program, state
+
+    def close(self) -> None:
+        """Waits for what is still being compiled."""
+        for probe in self._probes.values():
+            with suppress(Exception):
+                probe.get()
 
     # ---- timing --------------------------------------------------------------------------------
 
+    def _compile(self, program: Program, batch: Any) -> None:
+        """Begins to compile the probes of this program and of the next one to try, unless they are there."""
+        if program.microbatches not in self._probes:
+            self._probes[program.microbatches] = _Compiled(program, abstract(batch))
+        if self._trial is None and (trial := self._next_trial(program, batch)) is not None:
+            self._trial = trial
+            self._probes[trial.microbatches] = _Compiled(trial, trial.like_batch(batch))
+
     def _start(self, step: int, program: Program, state: Any, batch: Any) -> None:
-        self._trial = self._next_trial(program, batch)
-        probe = self._probe_of(program, batch)
+        self._compile(program, batch)
         self._timing = _Timing(due=step + LAG + 1)
         self._after = _after(state.step, program.votes(False))
         self._timing.watch(self._after)
-        _, self._after = probe(state, batch, self._after)
-        self._timing.watch(self._after)
+        self._queue(self._probes[program.microbatches].get(), state, batch)
         if self._trial is not None:
-            other = self._probe_of(self._trial, self._trial.like_batch(batch))
-            _, self._after = other(state, _zeros(self._trial.like_batch(batch)), self._after)
-            self._timing.watch(self._after)
+            probe = self._probes[self._trial.microbatches].get()
+            self._queue(probe, state, _zeros(self._trial.like_batch(batch)))
 
-    def _probe_of(self, program: Program, batch: Any) -> Any:
-        if program.microbatches not in self._probes:
-            with self._recorder.progress.busy("compiling the probe of the stages"):
-                self._probes[program.microbatches] = program.probe(batch)
-            self._recorder.start_clock()
-        return self._probes[program.microbatches]
+    def _queue(self, probe: Any, state: Any, batch: Any) -> None:
+        assert self._timing is not None
+        for _ in range(_TIMES):
+            _, self._after = probe(state, batch, self._after)
+            self._timing.watch(self._after)
 
     def _next_trial(self, program: Program, batch: Any) -> Program | None:
         """A program of another number of microbatches that this process's rows allow, not timed before."""
@@ -142,6 +179,19 @@ class Balancer:
         return None
 
     # ---- deciding ------------------------------------------------------------------------------
+
+    def _decide(
+        self, step: int, program: Program, state: Any, batch: Any, timing: _Timing
+    ) -> tuple[Program, Any]:
+        seconds = _agreed(program, timing.seconds(0))
+        self._tell(step, program, seconds)
+        wanted = self._wanted(program, seconds)
+        if wanted is None and self._trial is not None:
+            wanted = self._resized(program, batch, seconds, _agreed(program, timing.seconds(1)))
+        if self._trial is not None:
+            self._probes.pop(self._trial.microbatches).get()
+            self._trial = None
+        return (program, state) if wanted is None else self._move(step, program, state, *wanted, seconds)
 
     def _tell(self, step: int, program: Program, seconds: np.ndarray) -> None:
         """Puts the stages' times into the metrics; names slow ones."""

@@ -103,6 +103,7 @@ def run_loop(
             _save(plan, recorder, step, state)
         if step < last_of_call:
             program, state = balancer.step_done(step, program, state, placed)
+    balancer.close()
     recorder.drain()
     if plan.saved_at != step:
         _save(plan, recorder, step, state, last=True)

@@ -27,13 +27,13 @@ from dsjax.train.losses import layer_result, normalised, stack_of
 from dsjax.train.randomness import ExampleContext, at_step, examples
 
 
-def local_axes(layout: Layout) -> frozenset[str]:
+def local_axes(layout: Layout) -> tuple[str, ...]:
     """The mesh axes that the shard_map is manual over: `pipeline`, the batch's, and all of one device.
 
     Where those are all there are, layers may call back to the host, which jax does not allow otherwise.
     """
     sizes = layout.mesh.shape
-    return frozenset(axis for axis, size in sizes.items() if size == 1 or axis in (AXIS, *BATCH_AXES))
+    return tuple(axis for axis, size in sizes.items() if size == 1 or axis in (AXIS, *BATCH_AXES))
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _Body:
         else:
             carry = lax.fori_loop(0, passes, lambda i, carry: self.pipeline(i).gradients(*carry), carry)
         grads = map_named(partial(_reduced, self.call.layout), self.call.whole(*carry[1:]))
-        return lax.psum(carry[0], tuple(self.call.layout.local)), grads
+        return lax.psum(carry[0], self.call.layout.local), grads
 
     def probe(self) -> jax.Array:
         """float32 [1], made of all that a forward and a backward of this device's stage give."""
@@ -254,7 +254,7 @@ def evaluated(
         with use_layout(call.layout):
             stages = _Body(call, work, params, model_state, batch, places, jnp.int32(0))
             sums = stages.pipeline(0).evaluation()
-        return lax.psum(sums, tuple(call.layout.local) if shared else AXIS)
+        return lax.psum(sums, call.layout.local if shared else AXIS)
 
     rows_spec = P(BATCH_AXES) if shared else P()
     mapped = jax.shard_map(

@@ -176,9 +176,13 @@ class _nothing:
 
 def test_times_are_those_between_one_probe_and_the_next():
     timing = _Timing(due=3)
-    for _ in range(3):
+    for pause in (0.0, 0.02, 0.01, 0.03, 0.05, 0.04, 0.06):
+        time.sleep(pause)
         timing.watch(jnp.zeros(2))
-    assert all(seconds >= 0 for probe in (0, 1) for seconds in timing.seconds(probe).values())
+        for thread in timing._threads:
+            thread.join()
+    first, second = (next(iter(timing.seconds(probe).values())) for probe in (0, 1))
+    assert 0.01 <= first < 0.019 and 0.04 <= second < 0.049
 
 
 def test_layers_are_shared_out_by_what_the_head_costs():
