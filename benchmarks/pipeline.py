@@ -244,9 +244,8 @@ def tokens_per_second(place: Path, name: str, settings: tuple[str, ...], workers
     command += [f"run.dir={run}", f"runtime.compilation_cache={place / 'cache'}"]
     if workers > 1:
         command = [*DSJAX, "launch", "--workers", str(workers), "--", *command]
-    paths = os.pathsep.join(
-        str(Path(path).resolve()) for path in (Path(__file__).parents[1], *sys.path) if path
-    )
+    sources = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
+    paths = os.pathsep.join(str(Path(source).resolve()) for source in sources)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     done = subprocess.run(command, capture_output=True, text=True, cwd=place, env=environment)
     if done.returncode:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from dsjax.pipelining.slots import Slots
 AXIS = "pipeline"
 # Names that the parts of a tick have in the compiled program.
 FORWARD, BACKWARD, WEIGHT = "stage_forward", "stage_backward", "stage_weight"
+UNITS = (FORWARD, BACKWARD, WEIGHT)
 FIRST, LAST = "first_stage", "last_stage"
 
 
@@ -200,14 +200,14 @@ class Pipeline:
             carry.inputs = _put_if(carry.inputs, self._handed(carry.passed, 1), row["store_input"])
         made = (carry.inputs, carry.kept, carry.outputs, carry.sums, carry.passed)
         with jax.named_scope(FORWARD):
-            made = _when(row["forward"] >= 0, partial(self._forward, row), made)
+            made = _when(row["forward"] >= 0, lambda made, row: self._forward(row, made), made, row)
         carry.inputs, carry.kept, carry.outputs, carry.sums, carry.passed = made
         arrived = None if self.one_a_tick else self._handed(carry.passed, 1)
         with jax.named_scope(BACKWARD):
-            carry = _when(row["backward"] >= 0, partial(self._backward, row), carry)
+            carry = _when(row["backward"] >= 0, lambda carry, row: self._backward(row, carry), carry, row)
         if self.one_a_tick:
             with jax.named_scope(WEIGHT):
-                carry = _when(row["weight"] >= 0, partial(self._weight, row), carry)
+                carry = _when(row["weight"] >= 0, lambda carry, row: self._weight(row, carry), carry, row)
         else:
             carry.inputs = _put_if(carry.inputs, arrived, row["store_input"])
         return carry
@@ -239,11 +239,11 @@ class Pipeline:
         m, base, count, first, last = self._unit(row["forward"])
         slot = row["read_input"]
 
-        def embedded(made: Any) -> Any:
+        def embedded(made: Any, m: Any) -> Any:
             x = self.parts.embed(self.rest, m)
             return _put(made[0], x, slot), x
 
-        inputs, x = _when(first, embedded, (inputs, _at(inputs, slot)), FIRST)
+        inputs, x = _when(first, embedded, (inputs, _at(inputs, slot)), m, scope=FIRST)
         if self.recompute:
             # Nobody but its own backward, which computes it again, needs the last stage's output.
             return inputs, kept, outputs, sums, _when(~last, lambda x: self._through(x, m, base, count), x)
@@ -287,7 +287,7 @@ class Pipeline:
             y = _at(carry.outputs, slot)
         came = _at(carry.gradients, jnp.maximum(row["read_gradient"], 0))
         gradient, carry.sums, carry.rest_grads = _when(
-            last, partial(self._head, y, m), (came, carry.sums, carry.rest_grads), LAST
+            last, self._head, (came, carry.sums, carry.rest_grads), y, m, scope=LAST
         )
         one = self._one_backward if self.work.schedule.weight is None else self._one_input_gradient
         left = carry.layer_grads if self.work.schedule.weight is None else carry.crossing
@@ -301,11 +301,11 @@ class Pipeline:
             carry.layer_grads = left
         else:
             carry.crossing = left
-        carry.rest_grads = _when(first, partial(self._embedding, gradient, m), carry.rest_grads, FIRST)
+        carry.rest_grads = _when(first, self._embedding, carry.rest_grads, gradient, m, scope=FIRST)
         carry.sent = gradient
         return carry
 
-    def _head(self, y: Any, m: Any, made: Any) -> tuple[Any, Any, Any]:
+    def _head(self, made: Any, y: Any, m: Any) -> tuple[Any, Any, Any]:
         _, sums, grads = made
         loss, pull, (weight, extras) = jax.vjp(
             lambda rest, y: self.parts.head(rest, y, m), self.rest, y, has_aux=True
@@ -313,7 +313,7 @@ class Pipeline:
         more, gradient = pull(jnp.ones_like(loss))
         return gradient, _added(sums, (loss, weight, extras)), _summed(grads, more)
 
-    def _embedding(self, gradient: Any, m: Any, grads: Any) -> Any:
+    def _embedding(self, grads: Any, gradient: Any, m: Any) -> Any:
         _, pull = jax.vjp(lambda rest: self.parts.embed(rest, m), self.rest)
         return _summed(grads, pull(gradient)[0])
 
@@ -351,7 +351,9 @@ class Pipeline:
 
         def tick(carry: Any, row: dict[str, jax.Array]) -> Any:
             with jax.named_scope(FORWARD):
-                inputs, sums, y = _when(row["forward"] >= 0, partial(self._evaluate, row), carry)
+                inputs, sums, y = _when(
+                    row["forward"] >= 0, lambda carry, row: self._evaluate(row, carry), carry, row
+                )
             return _put_if(inputs, self._handed(y, 1), row["store_input"]), sums, y
 
         inputs = jax.tree.map(lambda s: jnp.zeros((self.work.slots.inputs, *s.shape), s.dtype), self.x)
@@ -360,7 +362,9 @@ class Pipeline:
     def _evaluate(self, row: Any, carry: Any) -> Any:
         inputs, sums, _ = carry
         m, base, count, first, last = self._unit(row["forward"])
-        x = _when(first, lambda _: self.parts.embed(self.rest, m), _at(inputs, row["read_input"]), FIRST)
+        x = _when(
+            first, lambda _, m: self.parts.embed(self.rest, m), _at(inputs, row["read_input"]), m, scope=FIRST
+        )
 
         def one(i: Any, carry: Any) -> Any:
             (y, more), named = self.parts.layer(*self._layer(base + i), carry[0], m)
@@ -368,22 +372,30 @@ class Pipeline:
 
         y, loss, extras = lax.fori_loop(0, count, one, (x, jnp.zeros(()), self.layer_extras))
 
-        def head(sums: Any) -> Any:
+        def head(sums: Any, y: Any, m: Any) -> Any:
             loss, (weight, extras) = self.parts.head(self.rest, y, m)
             return _added(sums, (loss, weight, extras))
 
-        sums = _when(last, head, _added(sums, (loss, jnp.zeros(()), extras)), LAST)
+        sums = _when(last, head, _added(sums, (loss, jnp.zeros(()), extras)), y, m, scope=LAST)
         return inputs, sums, y
 
 
-def _when(condition: jax.Array, function: Callable[[Any], Any], carry: Any, scope: str = "") -> Any:
-    """function(carry) under a condition, else the carry as it is.
+def _when(
+    condition: jax.Array, function: Callable[..., Any], carry: Any, *given: Any, scope: str = ""
+) -> Any:
+    """function(carry, *given) under a condition, else the carry as it is.
 
     A loop of one turn or none: its carry stays in its place, where a conditional would copy it, gradients and
-    stashes and all.
+    stashes and all.  What does not change in a loop XLA computes before it, whether there is a turn or not; tied
+    to the number of the turn, all that the function reads seems to change.
     """
+
+    def turn(i: Any, carry: Any) -> Any:
+        _, carry, given_ = lax.optimization_barrier((i, carry, given))
+        return function(carry, *given_)
+
     with jax.named_scope(scope) if scope else nullcontext():
-        return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: function(carry), carry)
+        return lax.fori_loop(0, condition.astype(jnp.int32), turn, carry)
 
 
 def _zeros(shapes: Any) -> Any:
