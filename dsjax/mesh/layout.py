@@ -161,6 +161,13 @@ class Layout:
             return cut(0)
         return P("pipeline", *cut(1)) if self.in_stack(path) else self._over_stages(cut(0), shape)
 
+    def spec_here(self, path: str, shape: Sequence[int]) -> P:
+        """`param_spec` as it is seen from here: of the axes that are not left behind, also of one layer's slice."""
+        if not self.local:
+            return self.param_spec(path, shape)
+        entries = tuple(self.places.get(path, P()))[-len(shape) :] if shape else ()
+        return P(*(self._cut(axes_of_entry(entry)) or None for entry in entries))
+
     def in_stack(self, path: str) -> bool:
         """Whether a variable is one of the stack of layers that the stages share."""
         return self.stacked is not None and f"{path}/".startswith(f"{self.stacked}/")
@@ -359,7 +366,7 @@ def _gather_one(layout: Layout, path: str, leaf: Any) -> Any:
         # A slice of stacked layers: the table's names begin with the stacking dimension.
         names = names[1:]
     if names is None or len(names) != leaf.ndim:
-        used, back = P(), [layout.param_spec(path, leaf.shape)]
+        used, back = P(), [layout.spec_here(path, leaf.shape)]
     else:
         used = layout.param_entries(names, without=SHARD_AXES)
         back = [layout.param_entries(names, without) for without in _way_back(layout)]

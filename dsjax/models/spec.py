@@ -24,6 +24,7 @@ class Stages:
       prepare: ``prepare(batch) -> batch``, on every stage: what several parts need (positions, masks).
       layers: path in the model of the module that holds the stacked layers (`dsjax.stacked`).
       remat: what the backward pass computes again of the stack, as in the config.
+      gathers: embed and head gather what they use of the parameters over `fsdp` themselves, where they use it.
     """
 
     embed: Callable[[Any, Any], Any]
@@ -32,6 +33,7 @@ class Stages:
     prepare: Callable[[Any], Any] = lambda batch: batch
     layers: str = "layers"
     remat: str = "none"
+    gathers: bool = False
 
 
 @dataclass(frozen=True)

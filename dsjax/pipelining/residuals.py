@@ -34,9 +34,10 @@ class LayerVjp:
         closed, shapes = jax.make_jaxpr(self._whole, return_shape=True)(own, state, x, microbatch)
         _, _, leaves = shapes
         before = len(jax.tree.leaves((own, state)))
-        inputs = closed.jaxpr.invars[before : before + len(jax.tree.leaves(x))]
-        outputs = closed.jaxpr.outvars[len(closed.jaxpr.outvars) - len(leaves) :]
-        depends = _depending(closed.jaxpr.eqns, inputs)
+        flat = _inlined(closed)
+        inputs = flat.jaxpr.invars[before : before + len(jax.tree.leaves(x))]
+        outputs = flat.jaxpr.outvars[len(flat.jaxpr.outvars) - len(leaves) :]
+        depends = _depending(flat.jaxpr.eqns, inputs)
         self._indices = [
             i for i, var in enumerate(outputs) if not isinstance(var, Literal) and var in depends
         ]
@@ -81,7 +82,7 @@ class LayerVjp:
 
         closed, shapes = jax.make_jaxpr(pull, return_shape=True)(leaves, y)
         self._split = _Split(
-            closed, len(leaves), len(jax.tree.leaves(shapes[0])), jax.tree.structure(shapes[0])
+            _inlined(closed), len(leaves), len(jax.tree.leaves(shapes[0])), jax.tree.structure(shapes[0])
         )
         return self._split.crossing
 
@@ -162,6 +163,22 @@ def _needed(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
     return needed[::-1]
 
 
+def _inlined(closed: Any) -> Any:
+    """A closed jaxpr with the equations of jitted functions in place of their calls.
+
+    Taken whole, a call that mixes weights and inputs makes all that comes out of it depend on both.
+    """
+    inputs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars)
+    return jax.make_jaxpr(lambda *inputs: _inside(closed, inputs))(*inputs)
+
+
+def _inside(closed: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The values that a closed jaxpr's equations give."""
+    jaxpr = closed.jaxpr
+    known = [*zip(jaxpr.constvars, closed.consts, strict=True), *zip(jaxpr.invars, inputs, strict=True)]
+    return _run(jaxpr.eqns, known, jaxpr.outvars)[0]
+
+
 def _run(
     eqns: Iterable[Any], known: Iterable[tuple[Any, Any]], *outputs: Sequence[Any]
 ) -> tuple[list[Any], ...]:
@@ -172,8 +189,11 @@ def _run(
         return var.val if isinstance(var, Literal) else values[var]
 
     for eqn in eqns:
-        params = eqn.primitive.get_bind_params(eqn.params)
-        result = eqn.primitive.bind(*map(read, eqn.invars), **params)
-        results = result if eqn.primitive.multiple_results else [result]
+        if eqn.primitive.name in ("jit", "pjit"):
+            results = _inside(eqn.params["jaxpr"], list(map(read, eqn.invars)))
+        else:
+            params = eqn.primitive.get_bind_params(eqn.params)
+            result = eqn.primitive.bind(*map(read, eqn.invars), **params)
+            results = result if eqn.primitive.multiple_results else [result]
         values.update(zip(eqn.outvars, results, strict=True))
     return tuple([read(var) for var in group] for group in outputs)

@@ -73,6 +73,7 @@ def language_model_stages(trunk: Trunk, chunk: int, remat: str = "none") -> Stag
         head=lambda model, x, batch: _of_hidden(model, trunk.norm(model, x), batch, chunk),
         prepare=prepare,
         remat=remat,
+        gathers=True,
     )
 
 
@@ -146,9 +147,18 @@ def stack_of(model: Any, stages: Stages) -> Any:
 
 
 def layer_result(result: Any) -> tuple[Any, jax.Array, Extras]:
-    """What a layer returned as (x, what it adds to the loss, extras)."""
+    """What a layer returned as (x, what it adds to the loss, extras).
+
+    Raises:
+      ConfigError: it returned something else.
+    """
     if not isinstance(result, tuple):
         return result, jnp.zeros(()), {}
+    if len(result) not in (2, 3) or [jnp.shape(leaf) for leaf in jax.tree.leaves(result[1])] != [()]:
+        raise ConfigError(
+            "stages.layer: returns x, (x, loss) or (x, loss, extras) with a scalar for the loss, got "
+            f"{_kind(result)}; several arrays that pass from layer to layer go into a dictionary"
+        )
     _, _, extras = normalised((result[1], jnp.zeros(()), *result[2:]))
     return result[0], jnp.asarray(result[1], jnp.float32), extras
 

@@ -6,6 +6,7 @@ and cross the data axes once, at the end.  `tensor` and `context` stay with the 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,11 +17,12 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from dsjax.errors import ConfigError
 from dsjax.mesh import BATCH_AXES, Layout, gather_all, gathered, map_named, named_leaves, use_layout
 from dsjax.mesh.axes import SHARD_AXES
 from dsjax.mesh.layout import axes_of_entry, gather_local
 from dsjax.models import Stages
-from dsjax.pipelining.executor import AXIS, Parts, Pipeline, Work
+from dsjax.pipelining.executor import AXIS, UNITS, Parts, Pipeline, Work
 from dsjax.pipelining.schedule import forward_only
 from dsjax.pipelining.slots import allot
 from dsjax.train.losses import layer_result, normalised, stack_of
@@ -142,7 +144,7 @@ class _Body:
         self.batch, self.places = batch, places
         params, model_state = (_over_stages(call.layout, tree) for tree in (params, model_state))
         if call.layout.fsdp_gather == "step":
-            params = gather_all(params)
+            params, model_state = gather_all(params), gather_all(model_state)
         self.params = params
         self.layers, self.rest = call.split(params)
         self.states, self.others = call.split(model_state)
@@ -196,7 +198,10 @@ def _parts(call: _Call, stack: Any, rest: Any, data: Any, when: Any) -> Parts:
         return module
 
     def model_of(params: Any, m: Any) -> Any:
-        variables = call.whole(stack[0], params), call.whole(stack[1], at_step(rest[1], *when(m)))
+        others = at_step(rest[1], *when(m))
+        if not stages.gathers:
+            params, others = gathered(params), gathered(others)
+        variables = call.whole(stack[0], params), call.whole(stack[1], others)
         return mode(nnx.merge(call.graph, *variables, copy=True))
 
     def embed(params: Any, m: Any) -> Any:
@@ -266,6 +271,28 @@ def evaluated(
         check_vma=False,
     )
     return mapped(params, model_state, batch)
+
+
+def refuse_permutes(program: str) -> None:
+    """Refuses a compiled program in which a stage's own work needs a permutation.
+
+    A collective permute waits for all devices, also where it moves data along another axis; inside a stage's
+    work, which others skip in that tick, it would wait for ever.
+
+    Raises:
+      ConfigError: naming the operation and its place in the code.
+    """
+    for line in program.splitlines():
+        if " collective-permute" not in line or not any(f"/{scope}/" in line for scope in UNITS):
+            continue
+        name = re.search(r'op_name="[^"]*/([^"/]+)"', line)
+        file = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', line)
+        place = f" at {file[1]}:{file[2]}" if file and file[2] else ""
+        raise ConfigError(
+            f"mesh.pipeline: the compiler moves {name[1] if name else 'data'}{place} between devices by a permutation "
+            "inside a stage, which the other stages would not take part in; lay the model out without it "
+            "(mesh.context=1 or mesh.tensor=1), or set mesh.pipeline=1"
+        )
 
 
 # ---- places --------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from dsjax.train.memory import (
     refuse_oversized_state,
 )
 from dsjax.train.optimizers import optimizer_shardings
-from dsjax.train.pipelined import probed
+from dsjax.train.pipelined import probed, refuse_permutes
 from dsjax.train.stacking import Held, microbatches_of, restack, stacking_of
 from dsjax.train.stage_costs import Costs, costs_of
 from dsjax.train.state import State, first_state
@@ -381,6 +381,8 @@ class Program:
     def _compile_step(self, batch: Any) -> Any:
         started = time.monotonic()
         compiled = self.lower_step(batch).compile(self._options())
+        if self.stacking is not None:
+            refuse_permutes(compiled.as_text())
         self.on_compile("step", time.monotonic() - started)
         needed, limit = compiled_bytes(compiled), device_bytes(list(self.mesh.devices.flat))
         if needed is not None and limit is not None and needed > limit:

@@ -20,6 +20,7 @@ from dsjax.pipelining.executor import Work
 from dsjax.pipelining.partition import Partition, even, restacked, sizes_of
 from dsjax.pipelining.schedule import make_schedule
 from dsjax.pipelining.slots import allot
+from dsjax.train.losses import stack_of
 from dsjax.train.pipelined import Pipelining
 from dsjax.train.stage_costs import Costs
 
@@ -160,6 +161,7 @@ def _stack_leaves(stages: Stages, model: nnx.Module) -> dict[str, Any]:
 
 
 def _check_model(stages: Stages, model: nnx.Module) -> None:
+    stack_of(model, stages)
     if jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
         raise ConfigError(
             "mesh.pipeline: the model has BatchNorm statistics, which would be of one stage's microbatch; use a norm "
