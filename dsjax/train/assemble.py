@@ -13,9 +13,10 @@ from dsjax.data import Tokenizer, load_tokenizer
 from dsjax.errors import ConfigError
 from dsjax.mesh import batch_shards, make_mesh, zigzag_order
 from dsjax.models import ModelSpec, Stages, build
+from dsjax.train.lay_out import lay_out
 from dsjax.train.losses import language_model_loss, language_model_stages, logits_loss, loss_of_stages
 from dsjax.train.optimizers import make_optimizer, make_schedule
-from dsjax.train.program import Program, Recipe, lay_out
+from dsjax.train.program import Program, Recipe
 from dsjax.train.stacking import microbatches_of
 from dsjax.train.trainer import Trainer
 

@@ -22,13 +22,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.config import Config
 from dsjax.config.parallel import PipelineConfig
-from dsjax.data.rows import empty_rows
 from dsjax.errors import ConfigError, InputError
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, path_name, process_rows
 from dsjax.models import Stages
-from dsjax.precision import apply_policy, compute_dtype
+from dsjax.precision import apply_policy
 from dsjax.train.given import Init, check_init, check_patterns
 from dsjax.train.host_batch import abstract, leading_rows, narrow, refuse_nan, signature
 from dsjax.train.memory import (
@@ -41,7 +39,7 @@ from dsjax.train.memory import (
 from dsjax.train.optimizers import optimizer_shardings
 from dsjax.train.pipelined import probed, refuse_permutes
 from dsjax.train.stacking import Held, microbatches_of, restack, stacking_of
-from dsjax.train.stage_costs import Costs, costs_of
+from dsjax.train.stage_costs import Costs
 from dsjax.train.state import State, first_state
 from dsjax.train.step import StepParts, eval_step, train_step
 
@@ -178,6 +176,11 @@ class Program:
             lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
             shapes, shardings,
         )  # fmt: skip
+
+    @property
+    def notes(self) -> list[str]:
+        """What was chosen for the run, to be told once."""
+        return [] if self.stacking is None else [self.stacking.words]
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -456,42 +459,3 @@ def _variable_at(state: nnx.State, path: tuple[Any, ...]) -> Any:
             return node
         node = node[getattr(entry, "key", getattr(entry, "idx", entry))]
     return node
-
-
-def lay_out(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh, **more: Any) -> Program:
-    """The program of a recipe under a config's settings; `more` are `Program`'s own.
-
-    Raises:
-      ConfigError: parameters that do not divide over the mesh.
-    """
-    train, platform = config.train, mesh.devices.flat[0].platform
-    return Program(
-        recipe,
-        mesh,
-        accumulation=train.gradient_accumulation_steps,
-        fsdp_gather=train.fsdp_gather,
-        pipeline=config.pipeline,
-        rows_a_pass=_rows_a_pass(config, mesh),
-        costs=_costs(recipe, config, mesh),
-        compute_dtype=compute_dtype(config.precision.policy, platform),
-        trainable=tuple(config.optimizer.trainable),
-        max_grad_norm=config.optimizer.max_grad_norm,
-        remat=train.remat if recipe.remat_by_step else "none",
-        **more,
-    )
-
-
-def _rows_a_pass(config: Config, mesh: jax.sharding.Mesh) -> int | None:
-    """Rows of a batch shard in a pass of the pipeline; None for a script, whose batches tell."""
-    if config.model.kind == "python":
-        return None
-    parts = batch_shards(mesh) * config.train.gradient_accumulation_steps
-    return max(1, config.train.global_batch_size // parts)
-
-
-def _costs(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh) -> Costs | None:
-    """What a model's parts cost, if its batches are known to be rows of tokens."""
-    if mesh.shape["pipeline"] == 1 or recipe.stages is None or config.model.kind == "python":
-        return None
-    row = jax.eval_shape(lambda: empty_rows((1, config.train.sequence_length)))
-    return costs_of(recipe.stages, recipe.init, row)

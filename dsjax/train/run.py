@@ -145,7 +145,9 @@ def _dry_run(job: Assembled) -> int:
     config, trainer = job.config, job.trainer
     trainer.directory.check_resume()
     state = trainer.program.abstract_state
-    params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    params = sum(
+        leaf.size for leaf in jax.tree.leaves(jax.eval_shape(trainer.program.in_order, state.params))
+    )
     held = bytes_a_device(state)
     train, latest = config.train, trainer.checkpoints.latest_step()
     start = "start" if latest is None else f"resume at step {latest}"

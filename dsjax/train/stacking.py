@@ -17,8 +17,8 @@ from dsjax.errors import ConfigError
 from dsjax.mesh import map_named, named_leaves
 from dsjax.models import Stages
 from dsjax.pipelining.executor import Work
-from dsjax.pipelining.partition import Partition, even, restacked, sizes_of
-from dsjax.pipelining.schedule import make_schedule
+from dsjax.pipelining.partition import Partition, even, restacked, sizes_of, told
+from dsjax.pipelining.schedule import bubble_formula, make_schedule
 from dsjax.pipelining.slots import allot
 from dsjax.train.losses import stack_of
 from dsjax.train.pipelined import Pipelining
@@ -44,6 +44,16 @@ class Stacking:
     def slots(self) -> np.ndarray:
         """The layer in each slot, -1 where there is none."""
         return self.partition.slots
+
+    @property
+    def words(self) -> str:
+        """For people: the schedule, how layers are shared out, and the share of time that stages stand idle."""
+        schedule = self.pipelining.work.schedule
+        idle = bubble_formula(schedule.name, schedule.stages, schedule.microbatches, schedule.virtual)
+        return (
+            f"pipeline: {schedule.name}, stages of {told(self.partition)} layers, {schedule.microbatches} microbatches "
+            f"a pass, bubble {idle:.1%}"
+        )
 
     def stored(self, tree: Any, held: Sequence[int] | None = None) -> Any:
         """A tree with its stacks in this stacking's slots.

@@ -25,8 +25,9 @@ from dsjax.observe import check_sinks, peak_flops, write_report
 from dsjax.train import loop
 from dsjax.train.agreement import require_same_settings
 from dsjax.train.given import Init, Optimizer, as_loss, as_optimizer, as_schedule, require_alive
+from dsjax.train.lay_out import lay_out
 from dsjax.train.optimizers import Schedule
-from dsjax.train.program import Program, Recipe, lay_out
+from dsjax.train.program import Program, Recipe
 from dsjax.train.recorder import Rates, Recorder
 from dsjax.train.resume import first_state, restore
 from dsjax.train.rundir import RunDirectory
@@ -177,7 +178,6 @@ class Trainer:
         chosen = Chosen(dict(compiler_options or {}))
         if config.runtime.xla_preset == "auto":
             chosen = choose(self.platform, own=compiler_options, mesh=mesh.shape)
-        self.notes = chosen.notes
         self.program = lay_out(
             recipe,
             config,
@@ -185,6 +185,7 @@ class Trainer:
             compiler_options=chosen.options,
             on_compile=self._compiled,
         )
+        self.notes = [*chosen.notes, *self.program.notes]
         self._only, self._allow = only, allow_config_change
         self._unit, self._by_script = "tokens", False
         disk = config.checkpoint.disk

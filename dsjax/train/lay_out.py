@@ -1,0 +1,80 @@
+"""From a config's settings to a program on a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from dsjax.config import Config
+from dsjax.config.parallel import PipelineConfig
+from dsjax.data.rows import empty_rows
+from dsjax.errors import ConfigError
+from dsjax.mesh import batch_shards
+from dsjax.pipelining.partition import told
+from dsjax.precision import compute_dtype
+from dsjax.train.program import Program, Recipe
+from dsjax.train.stage_costs import Costs, costs_of
+
+
+def lay_out(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh, **more: Any) -> Program:
+    """The program of a recipe under a config's settings; `more` are `Program`'s own.
+
+    Raises:
+      ConfigError: parameters that do not divide over the mesh, or an optimizer that unused slots would mislead.
+    """
+    train, platform = config.train, mesh.devices.flat[0].platform
+    program = Program(
+        recipe,
+        mesh,
+        accumulation=train.gradient_accumulation_steps,
+        fsdp_gather=train.fsdp_gather,
+        pipeline=_pipeline(config),
+        rows_a_pass=_rows_a_pass(config, mesh),
+        costs=_costs(recipe, config, mesh),
+        compute_dtype=compute_dtype(config.precision.policy, platform),
+        trainable=tuple(config.optimizer.trainable),
+        max_grad_norm=config.optimizer.max_grad_norm,
+        remat=train.remat if recipe.remat_by_step else "none",
+        **more,
+    )
+    _check_optimizer(config, program)
+    return program
+
+
+def _pipeline(config: Config) -> PipelineConfig:
+    """The pipeline's settings; layers that move would leave slots empty, which adafactor does not bear."""
+    if config.optimizer.kind != "adafactor":
+        return config.pipeline
+    return config.pipeline.model_copy(update={"rebalance_every": 0})
+
+
+def _check_optimizer(config: Config, program: Program) -> None:
+    if config.optimizer.kind != "adafactor" or program.stacking is None:
+        return
+    partition = program.stacking.partition
+    if len(set(partition.counts)) > 1:
+        parts = len(partition.counts)
+        works = f"set pipeline.layers={[partition.layers // parts] * parts}, or another optimizer"
+        if partition.layers % parts:
+            works = f"{partition.layers} layers do not divide into {parts} stages, so take another optimizer"
+        raise ConfigError(
+            f"optimizer.kind: adafactor measures whole arrays, and stages of {told(partition)} layers leave slots of "
+            f"theirs empty; {works}"
+        )
+
+
+def _rows_a_pass(config: Config, mesh: jax.sharding.Mesh) -> int | None:
+    """Rows of a batch shard in a pass of the pipeline; None for a script, whose batches tell."""
+    if config.model.kind == "python":
+        return None
+    parts = batch_shards(mesh) * config.train.gradient_accumulation_steps
+    return max(1, config.train.global_batch_size // parts)
+
+
+def _costs(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh) -> Costs | None:
+    """What a model's parts cost, if its batches are known to be rows of tokens."""
+    if mesh.shape["pipeline"] == 1 or recipe.stages is None or config.model.kind == "python":
+        return None
+    row = jax.eval_shape(lambda: empty_rows((1, config.train.sequence_length)))
+    return costs_of(recipe.stages, recipe.init, row)
