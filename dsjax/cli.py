@@ -227,6 +227,13 @@ def plan(
             "--explain", help="Show too what the step is made of, what could be fused and what XLA fuses."
         ),
     ] = False,
+    schedule: Annotated[
+        bool,
+        typer.Option(
+            "--schedule",
+            help="Draw the pipeline's schedule; --schedule FILE.svg: the picture goes there, else beside --html.",
+        ),
+    ] = False,
     search: Annotated[
         bool, typer.Option("--search", help="Find the fastest layout that fits, and say why.")
     ] = False,
@@ -238,23 +245,30 @@ def plan(
     ] = None,
 ) -> int | None:
     """Compile a run's step for a cluster that is not here: will it fit, and what will it cost."""
-    resolved = _settings(config, more)
+    pictures = [arg for arg in more or [] if schedule and arg.endswith(".svg") and "=" not in arg]
+    if len(pictures) > 1:
+        raise ConfigError(f"--schedule: takes one file, got {' and '.join(pictures)}")
+    resolved = _settings(config, [arg for arg in more or [] if arg not in pictures])
     if tokens is not None and not 0 < tokens < float("inf"):
         raise ConfigError(f"--tokens: takes a number above 0, got {tokens:g}")
     if config_file is not None and not search:
         raise ConfigError("--write: writes the config that --search finds; add --search")
-    if explain and search:
+    if (explain or schedule) and search:
         raise ConfigError(
-            "--explain: is of one plan; search first, then explain the config that --write wrote"
+            f"{'--explain' if explain else '--schedule'}: is of one plan; search first, then give it the config that "
+            "--write wrote"
         )
     target = _elsewhere(resolved.runtime, on, chips, traced_here=explain)
     from dsjax.plan.command import plan_command, require_writable, search_command
 
     files: dict[str, Path | None] = {"json_file": json_file, "html_file": html_file}
-    require_writable([json_file, html_file, config_file])
+    svg_file = Path(pictures[0]) if pictures else None
+    require_writable([json_file, html_file, config_file, svg_file])
     if search:
         return search_command(resolved, target, tokens=tokens, config_file=config_file, **files)
-    return plan_command(resolved, target, tokens=tokens, explain=explain, **files)
+    return plan_command(
+        resolved, target, tokens=tokens, explain=explain, schedule=schedule, svg_file=svg_file, **files
+    )
 
 
 @app.command()

@@ -11,6 +11,7 @@ from dsjax.aot.collectives import Collective, Collectives
 from dsjax.aot.compile import choose_options, compile_chosen, compile_for, lower_for, on
 from dsjax.aot.inspection import Inspection, inspect
 from dsjax.aot.target import INSTALL_AOT, Target, missing_for, parse_target
+from dsjax.aot.walk import Loop, Turns
 from dsjax.aot.work import Work
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "Collectives",
     "Inspection",
     "Link",
+    "Loop",
     "Target",
+    "Turns",
     "Work",
     "choose_options",
     "compile_chosen",

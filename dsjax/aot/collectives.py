@@ -183,6 +183,14 @@ class Collectives(Sequence[Collective]):
         """Under a decision that may differ between devices."""
         return self.where(lambda c: bool(c.differs_over))
 
+    def hanging(self) -> Collectives:
+        """Permutes that some devices may not come to.
+
+        Every device of the mesh takes part in a permute, whatever its pairs say, so it hangs where a decision
+        around it differs between any two; other collectives wait for their own group only.
+        """
+        return self.of("collective-permute").divided()
+
     def asynchronous(self) -> Collectives:
         """Started and waited for apart."""
         return self.where(lambda c: c.asynchronous)

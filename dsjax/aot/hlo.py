@@ -164,6 +164,7 @@ class Module:
     Attributes:
       scheduled: the order of instructions is the order in which they are issued.
       partitions, replicas: how many devices run it (one of the two is 1 in what jax compiles).
+      trips: turns of its loops as far as they were counted, by name.
     """
 
     computations: dict[str, Computation]
@@ -171,6 +172,7 @@ class Module:
     scheduled: bool
     partitions: int
     replicas: int
+    trips: dict[str, int | None] = field(default_factory=dict, repr=False)
 
     @property
     def devices(self) -> int:

@@ -11,7 +11,7 @@ from dsjax.aot.collectives import Collectives, kind_of, read_collective
 from dsjax.aot.groups import Coordinates
 from dsjax.aot.hlo import Module, Shape, flat, parse
 from dsjax.aot.uniform import Uniformity
-from dsjax.aot.walk import Branch, Loop, Site, walk
+from dsjax.aot.walk import Branch, Loop, Site, Turns, as_it_says, walk
 from dsjax.aot.work import Work, Works, own_flops, target_of
 from dsjax.errors import InputError
 
@@ -109,6 +109,8 @@ class Inspection:
       dots: matrix products and convolutions; custom_calls: all others' code.
       work: FLOPs of products by element type, and device memory traffic, of one run.
       memory: None where only text was given.
+      turns: how often loops run, where more is known than the program tells.
+      decided: name of a conditional or loop -> axes along which what decides it may differ between devices.
     """
 
     mesh: Mapping[str, int]
@@ -120,6 +122,12 @@ class Inspection:
     work: Work
     memory: Memory | None
     module: Module = field(repr=False)
+    turns: Turns = field(default=as_it_says, repr=False)
+    decided: Mapping[str, frozenset[str]] = field(default_factory=dict, repr=False)
+
+    def counted(self, turns: Turns) -> Inspection:
+        """The same program with other turns of its loops."""
+        return _read(self.module, Coordinates(self.mesh), self.decided, self.memory, turns)
 
     @property
     def flops(self) -> float:
@@ -151,12 +159,25 @@ def inspect(compiled: Any, mesh: Any = None) -> Inspection:
         raise InputError(
             f"the program runs on {module.devices} devices and the mesh ({shown}) has {coordinates.size}"
         )
-    works = Works(module)
-    sites = list(walk(module))
-    branches = any(site.instruction.opcode in ("conditional", "while") for site in sites)
+    branches = any(
+        i.opcode in ("conditional", "while") for computation in module for i in computation.instructions
+    )
     decided = Uniformity(module, coordinates, _cut_over(compiled, shape)).decided_over if branches else {}
+    memory = None if isinstance(compiled, str) else _memory(compiled)
+    return _read(module, coordinates, decided, memory, as_it_says)
+
+
+def _read(
+    module: Module,
+    coordinates: Coordinates,
+    decided: Mapping[str, frozenset[str]],
+    memory: Memory | None,
+    turns: Turns,
+) -> Inspection:
+    works = Works(module, turns)
+    sites = list(walk(module, turns))
     return Inspection(
-        mesh=shape,
+        mesh=coordinates.shape,
         collectives=Collectives(
             read_collective(s, module, coordinates, works, decided) for s in sites if kind_of(s.instruction)
         ),
@@ -173,8 +194,10 @@ def inspect(compiled: Any, mesh: Any = None) -> Inspection:
         ),
         loops=tuple(dict.fromkeys(loop for s in sites for loop in s.loops)),
         work=works.of_computation(module.entry.name),
-        memory=None if isinstance(compiled, str) else _memory(compiled),
+        memory=memory,
         module=module,
+        turns=turns,
+        decided=decided,
     )
 
 

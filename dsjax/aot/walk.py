@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from dsjax.aot.hlo import Computation, Instruction, Module, Shape
 
@@ -17,13 +18,22 @@ class Loop:
     """A `while`.
 
     Attributes:
-      trips: how often its body runs; None where the program does not say.
+      trips: how often its body runs; None where the program does not say; a fraction where that is a mean.
       op_name: the jax operation that it came from.
     """
 
     name: str
-    trips: int | None
+    trips: int | Fraction | None
     op_name: str
+
+
+# How often a loop's body runs each time the loop is come to, given what the program says of it.
+Turns = Callable[[Loop], int | Fraction | None]
+
+
+def as_it_says(loop: Loop) -> int | Fraction | None:
+    """The turns that the program itself tells."""
+    return loop.trips
 
 
 @dataclass(frozen=True)
@@ -52,37 +62,37 @@ class Site:
     @property
     def times(self) -> int:
         """How often it runs in one run of the program; a loop of unknown length counts once, a branch as taken."""
-        times = 1
+        times = Fraction(1)
         for loop in self.loops:
             times *= 1 if loop.trips is None else loop.trips
-        return times
+        return round(times)
 
 
-def walk(module: Module) -> Iterator[Site]:
+def walk(module: Module, turns: Turns = as_it_says) -> Iterator[Site]:
     """All instructions that run, each at every place it runs at.
 
     What a reduction or a sort applies to its elements is not visited.
+
+    Args:
+      turns: of loops, where more is known of them than the program tells.
     """
-    trips: dict[str, int | None] = {}
-    yield from _visit(module, Site(module.entry.root, module.entry), trips)
+    yield from _visit(module, Site(module.entry.root, module.entry), turns)
 
 
-def _visit(module: Module, around: Site, trips: dict[str, int | None]) -> Iterator[Site]:
+def _visit(module: Module, around: Site, turns: Turns) -> Iterator[Site]:
     """The instructions of `around.computation`, in the loops, branches and wrappers of `around`."""
     computation, outer = around.computation, (around.loops, around.branches, around.wrappers)
     for instruction in computation.instructions:
         site = Site(instruction, computation, *outer)
         yield site
-        for inner in _inside(module, site, trips):
-            yield from _visit(module, inner, trips)
+        for inner in _inside(module, site, turns):
+            yield from _visit(module, inner, turns)
 
 
-def _inside(module: Module, site: Site, trips: dict[str, int | None]) -> Iterator[Site]:
+def _inside(module: Module, site: Site, turns: Turns) -> Iterator[Site]:
     instruction, called = site.instruction, site.instruction.called
     if instruction.opcode == "while":
-        if instruction.name not in trips:
-            trips[instruction.name] = trip_count(module, site.computation, instruction)
-        loop = Loop(instruction.name, trips[instruction.name], instruction.op_name)
+        loop = loop_of(module, site.computation, instruction, turns)
         for name in (called["condition"][0], called["body"][0]):
             body = module.computations[name]
             yield Site(body.root, body, (*site.loops, loop), site.branches, site.wrappers)
@@ -100,6 +110,16 @@ def _inside(module: Module, site: Site, trips: dict[str, int | None]) -> Iterato
 
 
 # ---- trip counts -----------------------------------------------------------------------------
+
+
+def loop_of(
+    module: Module, computation: Computation, instruction: Instruction, turns: Turns = as_it_says
+) -> Loop:
+    """A `while` with its turns; what the program says is counted once a module."""
+    if instruction.name not in module.trips:
+        module.trips[instruction.name] = trip_count(module, computation, instruction)
+    loop = Loop(instruction.name, module.trips[instruction.name], instruction.op_name)
+    return replace(loop, trips=turns(loop))
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:

@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from dsjax.aot.hlo import Computation, Instruction, Module, Shape, bytes_of, flat
 from dsjax.aot.uniform import COLLECTIVES
-from dsjax.aot.walk import trip_count
+from dsjax.aot.walk import Turns, as_it_says, loop_of
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Work:
         keys = {**self.flops, **other.flops}
         return Work({k: self.flops.get(k, 0) + other.flops.get(k, 0) for k in keys}, self.bytes + other.bytes)
 
-    def __mul__(self, times: int) -> Work:
-        return Work({k: v * times for k, v in self.flops.items()}, self.bytes * times)
+    def __mul__(self, times: int | Fraction) -> Work:
+        return Work({k: float(v * times) for k, v in self.flops.items()}, float(self.bytes * times))
 
     @property
     def total_flops(self) -> float:
@@ -49,8 +50,8 @@ _PASSING = ("bitcast", "convert", "copy", "reshape", "transpose")
 class Works:
     """The work of a module's instructions and computations, each counted once."""
 
-    def __init__(self, module: Module):
-        self._module = module
+    def __init__(self, module: Module, turns: Turns = as_it_says):
+        self._module, self._turns = module, turns
         self._computations: dict[str, Work] = {}
 
     def of_computation(self, name: str) -> Work:
@@ -72,7 +73,7 @@ class Works:
         if opcode.removesuffix("-start") in COLLECTIVES:
             return Work()
         if opcode == "while":
-            trips = trip_count(self._module, computation, instruction)
+            trips = loop_of(self._module, computation, instruction, self._turns).trips
             once = self.of_computation(instruction.called["body"][0])
             return once * (1 if trips is None else trips)
         if opcode == "conditional":

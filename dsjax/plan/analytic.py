@@ -7,176 +7,26 @@ its heap at the fullest moment, by their shapes (docs/plan.md says how near that
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
 
-import jax
-import numpy as np
-from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
-
-from dsjax.aot import Target
-from dsjax.config import Config
-from dsjax.errors import ConfigError
-from dsjax.mesh import AXES, BATCH_AXES, Layout, named_leaves
-from dsjax.mesh.axes import SHARD_AXES
-from dsjax.models import ModelSpec, build
-from dsjax.plan.compiled import check_mesh, memory_limit
+from dsjax.plan import analytic_stages
+from dsjax.plan.compiled import memory_limit
+from dsjax.plan.laid import Laid, lay_out
 from dsjax.plan.result import MemoryUse
-from dsjax.precision import compute_dtype
-from dsjax.train.assemble import check_batch
-from dsjax.train.memory import bytes_a_device
-from dsjax.train.optimizers import make_optimizer, make_schedule, optimizer_shardings
+
+__all__ = ["Laid", "lay_out", "memory"]
 
 # Sections of queries in packed attention; section i of n sees i / n of the keys.
 _SECTIONS = 8
 _BATCH_BYTES = 20  # a token: four int32 and one float32
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of a Llama: elements. `query` and `key` are heads times their dimension."""
-
-    layers: int
-    hidden: int
-    feed_forward: int
-    heads: int
-    kv_heads: int
-    head: int
-    vocabulary: int
-    tied: bool
-
-    @property
-    def query(self) -> int:
-        """Columns of all query heads."""
-        return self.heads * self.head
-
-    @property
-    def key(self) -> int:
-        """Columns of all key heads."""
-        return self.kv_heads * self.head
-
-    @property
-    def layer(self) -> int:
-        """Elements of a layer's matrices."""
-        attention = 2 * self.hidden * (self.query + self.key)
-        return attention + 3 * self.hidden * self.feed_forward
-
-
-@dataclass(frozen=True)
-class Laid:
-    """A run on the axes of a cluster, without devices.
-
-    Attributes:
-      state: bytes a device of parameters, and of optimizer state.
-    """
-
-    config: Config
-    target: Target
-    mesh: Mapping[str, int]
-    model: ModelSpec
-    sizes: Sizes
-    state: tuple[int, int]
-
-    def with_config(self, config: Config) -> Laid:
-        """The same with another section `train` that leaves the parameters where they lie."""
-        return replace(self, config=config)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.config.train.global_batch_size * self.config.train.sequence_length
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches of a step."""
-        return self.config.train.gradient_accumulation_steps
-
-    @property
-    def tokens_a_device(self) -> float:
-        """Tokens of a microbatch whose activations one device holds."""
-        shards = math.prod(self.mesh[axis] for axis in (*BATCH_AXES, "context"))
-        return self.tokens / self.microbatches / shards
-
-    @property
-    def tensor(self) -> int:
-        """Parts into which the products of a layer are cut."""
-        return self.mesh["tensor"] * self.mesh["tensor_rows"]
-
-    @property
-    def shards(self) -> int:
-        """Parts of a parameter that are gathered where it is used."""
-        return math.prod(self.mesh[axis] for axis in SHARD_AXES)
-
-    @property
-    def item(self) -> int:
-        """Bytes of an element in the type of matrix products."""
-        return int(np.dtype(compute_dtype(self.config.precision.policy, self.target.chip.kind)).itemsize)
-
-
-def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
-    """A run on a target, as far as formulas need it.
-
-    Raises:
-      ConfigError: a mesh or parameters that do not fit the target, or a model that is no Llama.
-    """
-    mesh = check_mesh(config, target)
-    model = build(
-        config.model,
-        platform=target.chip.kind,
-        vocab_size_hint=vocab_size,
-        remat=config.train.remat,
-        max_length=config.train.sequence_length,
-    )
-    abstract = AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    check_batch(config, abstract)  # type: ignore[arg-type]  # of a mesh only the shape is asked
-    layout: Any = Layout(abstract, model.param_axes)  # type: ignore[arg-type]
-    params = nnx.state(nnx.eval_shape(lambda: model.init(nnx.Rngs(0))), nnx.Param)
-    layout.check(params)
-    return Laid(config, target, mesh, model, _sizes(params), _state_bytes(config, layout, params))
-
-
-def _sizes(params: Any) -> Sizes:
-    shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
-    try:
-        layers, hidden, heads, head = shapes["layers/attention/q_proj/kernel"]
-        feed_forward = shapes["layers/mlp/gate_proj/kernel"][-1]
-        kv_heads = shapes["layers/attention/k_proj/kernel"][-2]
-        vocabulary = shapes["embed/embedding"][0]
-    except KeyError:
-        raise ConfigError(
-            "model.kind: there are formulas for the Llama family only; other models are compiled"
-        ) from None
-    return Sizes(layers, hidden, feed_forward, heads, kv_heads, head, vocabulary, "head/kernel" not in shapes)
-
-
-def _state_bytes(config: Config, layout: Any, params: Any) -> tuple[int, int]:
-    schedule = make_schedule(config.optimizer.schedule, config.optimizer.learning_rate, config.train.steps)
-    optimizer = make_optimizer(config.optimizer, schedule, layout.names_of)
-    shardings = layout.param_shardings(params)
-    moments = jax.eval_shape(optimizer.init, params)
-    fallback = Layout(layout.mesh)
-    places = optimizer_shardings(
-        moments, params, shardings, lambda shape: NamedSharding(layout.mesh, fallback.param_spec("", shape))
-    )
-
-    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return (
-        bytes_a_device(jax.tree.map(placed, params, shardings)),
-        bytes_a_device(jax.tree.map(placed, moments, places)),
-    )
-
-
-# ---- memory ----------------------------------------------------------------------------------
-
-
 def memory(laid: Laid) -> MemoryUse:
     """Bytes of a device: the state, the batch, and XLA's heap when it is fullest, in the head or in a layer."""
     parameters, optimizer = laid.state
-    temporary = _kept(laid) + _gradients(laid) + max(_in_the_head(laid), _in_a_layer(laid))
+    if laid.stacking:
+        temporary = analytic_stages.temporary(laid, _in_a_layer(laid))
+    else:
+        temporary = _kept(laid) + _gradients(laid) + max(_in_the_head(laid), _in_a_layer(laid))
     batch = int(_BATCH_BYTES * laid.tokens_a_device * laid.microbatches)
     total = int(parameters + optimizer + batch + temporary)
     return MemoryUse(

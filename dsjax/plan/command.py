@@ -12,14 +12,16 @@ from rich.console import Console
 
 from dsjax.aot import Target
 from dsjax.config import Config, dump
-from dsjax.errors import EXIT_DONE, EXIT_OUT_OF_MEMORY, InputError
+from dsjax.errors import EXIT_DONE, EXIT_OUT_OF_MEMORY, ConfigError, InputError
+from dsjax.plan.compiled import check_mesh
 from dsjax.plan.explanation import Explanation, explain_run
 from dsjax.plan.explanation.show import explain_notes, explain_sheets, show_explanation
 from dsjax.plan.planner import plan
-from dsjax.plan.result import Plan
+from dsjax.plan.result import Pipelined, Plan
 from dsjax.plan.search import search
-from dsjax.plan.show import Sheet, page, show
+from dsjax.plan.show import Sheet, gib, page, schedule_picture, show
 from dsjax.plan.template import as_yaml, fits, starting_config
+from dsjax.plan.timetable import letters
 
 # Columns of a table where the output is no terminal.
 _WIDTH = 110
@@ -33,19 +35,44 @@ def plan_command(
     json_file: Path | None = None,
     html_file: Path | None = None,
     explain: bool = False,
+    schedule: bool = False,
+    svg_file: Path | None = None,
 ) -> int:
     """Plans a run, prints it and writes what is asked for; the exit code says whether it fits.
 
     Args:
       explain: print and write as well what the step is made of.
+      schedule: draw the schedule of the pipeline, as text and into `svg_file`, by default beside `html_file`.
 
     Raises:
       ConfigError: what cannot be planned, a line a fault.
       InputError: a file that cannot be written.
     """
-    if explain:
-        return _told(*explain_run(config, target, tokens=tokens), json_file=json_file, html_file=html_file)
-    return _told(plan(config, target, tokens=tokens), json_file=json_file, html_file=html_file)
+    if schedule and check_mesh(config, target)["pipeline"] == 1:
+        raise ConfigError(
+            "--schedule: draws the schedule of a pipeline and the run has none; set mesh.pipeline"
+        )
+    found = (
+        explain_run(config, target, tokens=tokens) if explain else (plan(config, target, tokens=tokens), None)
+    )
+    code = _told(*found, json_file=json_file, html_file=html_file)
+    if schedule and found[0].pipeline:
+        _drawn(found[0].pipeline, svg_file or (html_file and html_file.with_suffix(".svg")))
+    return code
+
+
+def _drawn(told: Pipelined, svg_file: Path | None) -> None:
+    """Prints the schedule, and writes its picture."""
+    console = _console()
+    console.print(f"\n{letters(told, console.width)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"with the times above: {told.bubble:.1%} of all stages' time idle or waiting; stash "
+        f"{gib(told.stash_bytes)} a device",
+        highlight=False,
+    )
+    if svg_file is not None:
+        write(svg_file, schedule_picture(told))
+        console.print(f"written: {svg_file}", highlight=False)
 
 
 def search_command(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 
 from dsjax.aot import Collective, Inspection, Target, Work
 from dsjax.aot.chips import Chip
-from dsjax.aot.walk import trip_count
+from dsjax.aot.walk import Loop, loop_of
 from dsjax.aot.work import Works
 from dsjax.plan.result import Forecast, Roofline, Traffic
 
@@ -112,8 +113,8 @@ def traffic(collectives: Iterable[Collective], target: Target) -> tuple[Traffic,
     """The collectives of a program in groups, those that take longest first."""
     groups: dict[tuple[object, ...], list[Collective]] = {}
     for c in collectives:
-        if c.group_size > 1 and c.axes:
-            turns = tuple(loop.trips for loop in c.loops)
+        if c.group_size > 1 and c.axes and c.times:
+            turns = _turns(c.loops)
             groups.setdefault((c.kind, c.axes, c.crosses(target.domain), c.dtype, turns), []).append(c)
     found = [_group(members, target) for members in groups.values()]
     return tuple(sorted(found, key=lambda one: -one.seconds))
@@ -129,10 +130,21 @@ def _group(members: list[Collective], target: Target) -> Traffic:
         dtype=first.dtype,
         sent=sum(c.total_wire_bytes for c in members),
         times=sum(c.times for c in members),
-        loop=tuple(loop.trips for loop in first.loops),
+        loop=_turns(first.loops),
         seconds=sum(c.times * wire_seconds(c, target) for c in members),
         hidden=sum(c.times * hidden_seconds(c, target) for c in members),
     )
+
+
+def _turns(loops: Iterable[Loop]) -> tuple[int | None, ...]:
+    """Turns of loops, outermost first; what is the mean over the turns of an outer loop is told with that."""
+    turns: list[Fraction | int | None] = []
+    for loop in loops:
+        if isinstance(loop.trips, Fraction) and turns and turns[-1] is not None:
+            turns[-1] *= loop.trips
+        else:
+            turns.append(loop.trips)
+    return tuple(None if n is None else round(n) for n in turns)
 
 
 def hidden_seconds(collective: Collective, target: Target, reached: Reached = PEAK) -> float:
@@ -162,22 +174,41 @@ def roofline(work: Work, groups: Iterable[Traffic], target: Target) -> Roofline:
 def step_forecast(inspection: Inspection, target: Target, reached: Reached | None = None) -> Forecast:
     """The predicted time of one run of a program (`result.FORMULA`)."""
     reached = reached or Reached()
-    compute = _Seconds(inspection, target, reached).of(inspection.module.entry.name)
-    exposed, links = 0.0, {True: 0.0, False: 0.0}
+    compute = compute_seconds(inspection, target, reached)
+    exposed = sum(exposed_seconds(c, target, reached) for c in inspection.collectives)
+    return corrected(max(compute + exposed, *link_times(inspection, target, reached)), compute, reached)
+
+
+def compute_seconds(inspection: Inspection, target: Target, reached: Reached) -> float:
+    """Seconds of one run of a program without its collectives."""
+    return _Seconds(inspection, target, reached).of(inspection.module.entry.name)
+
+
+def exposed_seconds(collective: Collective, target: Target, reached: Reached) -> float:
+    """Seconds that a collective is waited for in a step."""
+    waited = wire_seconds(collective, target, reached) - hidden_seconds(collective, target, reached)
+    return collective.times * waited
+
+
+def link_times(inspection: Inspection, target: Target, reached: Reached) -> tuple[float, float]:
+    """Seconds of a step in which the links inside a node and between nodes are busy."""
+    busy = {False: 0.0, True: 0.0}
     for c in inspection.collectives:
-        wire = wire_seconds(c, target, reached)
-        exposed += c.times * (wire - hidden_seconds(c, target, reached))
-        links[c.crosses(target.domain)] += c.times * wire
-    step = max(compute + exposed, *links.values())
-    return corrected(step, compute, reached)
+        busy[c.crosses(target.domain)] += c.times * wire_seconds(c, target, reached)
+    return busy[False], busy[True]
 
 
-def corrected(step: float, compute: float, reached: Reached) -> Forecast:
-    """The forecast of a step from the model's seconds, `compute` a part of them, by what whole steps took."""
+def corrected(step: float, compute: float, reached: Reached, idle: float = 0.0) -> Forecast:
+    """The forecast of a step from the model's seconds, by what whole steps took.
+
+    Args:
+      compute, idle: parts of `step`; the rest of it waits for links.
+    """
     return Forecast(
         step_seconds=step * reached.step,
         compute_seconds=compute * reached.step,
-        exposed_seconds=(step - compute) * reached.step,
+        exposed_seconds=max(0.0, step - compute - idle) * reached.step,
+        idle_seconds=idle * reached.step,
         ratio=reached.step,
     )
 
@@ -186,7 +217,8 @@ class _Seconds:
     """Compute time of a module's computations, each worked out once."""
 
     def __init__(self, inspection: Inspection, target: Target, reached: Reached):
-        self._module, self._works = inspection.module, Works(inspection.module)
+        self._module, self._turns = inspection.module, inspection.turns
+        self._works = Works(inspection.module, inspection.turns)
         self._target, self._reached = target, reached
         self._known: dict[str, float] = {}
 
@@ -203,8 +235,8 @@ class _Seconds:
         computation = self._module.computations[name]
         instruction = computation.instructions[index]
         if instruction.opcode == "while":
-            trips = trip_count(self._module, computation, instruction)
-            return self.of(instruction.called["body"][0]) * (1 if trips is None else trips)
+            trips = loop_of(self._module, computation, instruction, self._turns).trips
+            return self.of(instruction.called["body"][0]) * float(1 if trips is None else trips)
         if instruction.opcode == "conditional":
             return max(self.of(branch) for branch in instruction.branches)
         if instruction.opcode in ("call", "async-start"):

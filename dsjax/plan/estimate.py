@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
-import numpy as np
-
 from dsjax.aot import Target
-from dsjax.aot.collectives import ring_bytes
 from dsjax.config import Config
-from dsjax.mesh import AXES
 from dsjax.mesh.axes import SHARD_AXES
+from dsjax.plan import estimate_stages
 from dsjax.plan.analytic import Laid, lay_out, memory
 from dsjax.plan.compiled import vocabulary_notes
-from dsjax.plan.cost import PEAK, Reached, corrected, link_seconds, unit_notes
+from dsjax.plan.cost import PEAK, Reached, corrected, unit_notes
 from dsjax.plan.measured import correction
 from dsjax.plan.result import Flops, Forecast, Plan, Roofline, Traffic
 from dsjax.plan.settings import settings_of, with_money
+from dsjax.plan.wire import dtype_of, sent
 from dsjax.plan.words import target_notes
 
 # Passes over a layer's residual and feed-forward activations outside of matrix products.
 _PASSES = 38
 # Their sums stand between products that need them; everything else runs beside the layers.
 _WAITED_FOR = {"tensor", "tensor_rows"}
-
-
-def dtype_of(laid: Laid) -> str:
-    """The type of most products, as HLO names it."""
-    return {2: "bf16", 4: "f32"}[laid.item]
 
 
 def compute_seconds(laid: Laid, reached: Reached) -> tuple[float, float]:
@@ -63,7 +53,7 @@ def traffic(laid: Laid) -> tuple[Traffic, ...]:
     def add(kind: str, axes: tuple[str, ...], times: int, size: float) -> None:
         axes = tuple(axis for axis in axes if mesh[axis] > 1)
         if axes:
-            found.append(_sent(laid, kind, axes, times, size))
+            found.append(sent(laid, kind, axes, times, size))
 
     add("all-gather", SHARD_AXES, runs * (1 + again), layer)
     add("all-gather", SHARD_AXES, micro, ends)
@@ -80,36 +70,11 @@ def traffic(laid: Laid) -> tuple[Traffic, ...]:
     return tuple(found)
 
 
-def _sent(laid: Laid, kind: str, axes: tuple[str, ...], times: int, size: float) -> Traffic:
-    members = math.prod(laid.mesh[axis] for axis in axes)
-    together = _together(laid.target, laid.mesh, axes)
-    crosses = together < members
-    wire = ring_bytes(kind, members, int(size), int(size))
-    chip = laid.target.chip
-    return Traffic(
-        kind=kind,
-        axes=axes,
-        link=(chip.network if crosses else chip.node).name,
-        crosses=crosses,
-        dtype=dtype_of(laid),
-        sent=times * wire,
-        times=times,
-        loop=(),
-        seconds=times * link_seconds(laid.target, kind, wire, members, together),
-        hidden=0.0,
-    )
-
-
-def _together(target: Target, mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:
-    """The most devices of a group along some axes that one node holds."""
-    places = np.arange(target.size).reshape([mesh[a] for a in AXES])
-    group = places[tuple(slice(None) if a in axes else 0 for a in AXES)].reshape(-1)
-    return int(np.bincount(group // target.domain).max())
-
-
 def forecast(laid: Laid) -> Forecast:
     """The predicted time of a step: sums over `tensor` wait, everything else runs beside the layers."""
     reached = correction(laid.target).reached
+    if laid.stacking:
+        return estimate_stages.forecast(laid, reached)
     compute = sum(compute_seconds(laid, reached))
     seconds = {True: 0.0, False: 0.0}
     for t in traffic(laid):
@@ -134,7 +99,7 @@ def estimate(
 def plan_of(laid: Laid, tokens: float | None, reason: str) -> Plan:
     """The plan of a run that was laid out, by formulas."""
     products, moved = compute_seconds(laid, PEAK)
-    sent = traffic(laid)
+    wired = estimate_stages.traffic(laid) if laid.stacking else traffic(laid)
     each = laid.model.flops_per_token(laid.config.train.sequence_length)
     flops = each * laid.tokens if each else None
     return Plan(
@@ -144,14 +109,14 @@ def plan_of(laid: Laid, tokens: float | None, reason: str) -> Plan:
         mesh={axis: size for axis, size in laid.mesh.items() if size > 1},
         settings=settings_of(laid.config),
         memory=memory(laid),
-        traffic=tuple(sorted(sent, key=lambda t: -t.seconds)),
+        traffic=tuple(sorted(wired, key=lambda t: -t.seconds)),
         hidden_share=None,
         flops=Flops(flops, None),
         roofline=Roofline(
             compute=products,
             memory=moved,
-            node=sum(t.seconds for t in sent if not t.crosses),
-            network=sum(t.seconds for t in sent if t.crosses),
+            node=sum(t.seconds for t in wired if not t.crosses),
+            network=sum(t.seconds for t in wired if t.crosses),
         ),
         forecast=with_money(forecast(laid), laid.target, dtype_of(laid), flops, laid.tokens, tokens),
         compile_seconds=0.0,
@@ -162,4 +127,5 @@ def plan_of(laid: Laid, tokens: float | None, reason: str) -> Plan:
             *unit_notes(laid.target.chip, dtype_of(laid)),
             *vocabulary_notes(laid.config),
         ),
+        pipeline=estimate_stages.told(laid, correction(laid.target).reached) if laid.stacking else None,
     )

@@ -25,7 +25,7 @@ def changes_that_fit(described: Described, plan_of: Callable[[Described], Plan |
       plan_of: compiles what it is given; None where that cannot be placed at all.
     """
     config, found, tries = described.config, [], 0
-    for settings in _candidates(config, dict(described.program.mesh.shape)):
+    for settings in _candidates(config, dict(described.program.mesh.shape), described.program.microbatches):
         if _hopeless(with_settings(config, settings), described):
             continue
         try:
@@ -63,26 +63,30 @@ def _hopeless(config: Config, described: Described) -> bool:
     return memory.total > _HOPE * memory.limit
 
 
-def _candidates(config: Config, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Other settings, those that change and cost least first."""
-    train = config.train
+def _candidates(config: Config, mesh: Mapping[str, int], count: int) -> Iterator[dict[str, Any]]:
+    """Other settings, those that change and cost least first.
+
+    Args:
+      count: microbatches of a step.
+    """
+    train, key = config.train, "train.gradient_accumulation_steps"
+    if mesh["pipeline"] > 1:
+        count, key = count // train.gradient_accumulation_steps, "pipeline.microbatches"
     remats = [remat for remat in ("dots", "full") if _keeps(remat) < _keeps(train.remat)]
     microbatches = [
-        train.gradient_accumulation_steps * factor
-        for factor in _MICROBATCHES
-        if train.global_batch_size % (train.gradient_accumulation_steps * factor) == 0
+        count * factor for factor in _MICROBATCHES if train.global_batch_size % (count * factor) == 0
     ]
-    yield from ({"train.gradient_accumulation_steps": n} for n in microbatches[:2])
+    yield from ({key: n} for n in microbatches[:2])
     yield from ({"train.remat": remat} for remat in remats)
     strongest = {"train.remat": remats[-1]} if remats else {}
     if mesh["data"] > 1:
         yield {"mesh.data": 1, "mesh.fsdp": mesh["data"] * mesh["fsdp"]}
     for n in microbatches if remats else microbatches[2:]:
-        yield {**strongest, "train.gradient_accumulation_steps": n}
+        yield {**strongest, key: n}
     for axes in _wider(mesh):
         yield {**strongest, **axes}
         if microbatches:
-            yield {**strongest, **axes, "train.gradient_accumulation_steps": microbatches[-1]}
+            yield {**strongest, **axes, key: microbatches[-1]}
 
 
 def _keeps(remat: str) -> int:

@@ -32,8 +32,10 @@ from dsjax.plan.measured import correction
 from dsjax.plan.placement import placement
 from dsjax.plan.result import Flops, MemoryUse, Plan
 from dsjax.plan.settings import run_tokens, settings_of, with_money
+from dsjax.plan.stages import PipelinedStep
 from dsjax.plan.words import target_notes
-from dsjax.train.program import Program, Recipe, lay_out
+from dsjax.train.lay_out import lay_out
+from dsjax.train.program import Program, Recipe
 
 _MOST = 0.95  # of a GPU's memory that can be given to jax beside CUDA's and NCCL's own
 NO_CHANGE = (
@@ -117,7 +119,7 @@ def report(
     """
     target = target_of(on, chips)
     step = compile_jitted(jitted, args, target, options)
-    return _plan(target, step, {}, {}, model_flops, tokens_per_step, tokens)
+    return _plan(target, step, None, {}, {}, model_flops, tokens_per_step, tokens)
 
 
 def plan_recipe(
@@ -169,7 +171,7 @@ def recipe_summary(
 ) -> Plan:
     """The plan of a trainer's compiled step; `batch` is the abstract one."""
     parts, settings = parts_of(program, batch), settings_of(config)
-    found = _plan(target, step, parts, settings, flops_per_step, tokens_per_step, tokens)
+    found = _plan(target, step, program, parts, settings, flops_per_step, tokens_per_step, tokens)
     return replace(found, placement=placement(program.layout))
 
 
@@ -183,6 +185,7 @@ def summary(described: Described, step: CompiledStep, tokens: float | None) -> P
     found = _plan(
         described.target,
         step,
+        described.program,
         described.parts,
         settings_of(described.config),
         described.model_flops,
@@ -203,17 +206,19 @@ def _tried(described: Described, tokens: float, options: Mapping[str, Any] | Non
 def _plan(
     target: aot.Target,
     step: CompiledStep,
+    program: Program | None,
     parts: Mapping[str, int],
     settings: Mapping[str, Any],
     model_flops: float | None,
     tokens_per_step: float | None,
     tokens: float | None,
 ) -> Plan:
-    inspection = step.inspection
+    known = correction(target)
+    staged = None if program is None else _staged(program, step.inspection, target, known.reached)
+    inspection = step.inspection if staged is None else staged.inspection
     groups, flops = cost.traffic(inspection.collectives, target), inspection.work.flops
     dtype = max(flops, key=lambda name: flops[name]) if flops else "bf16"
-    known = correction(target)
-    forecast = cost.step_forecast(inspection, target, known.reached)
+    forecast = staged.forecast() if staged else cost.step_forecast(inspection, target, known.reached)
     notes = [*target_notes(target), *step.notes, *known.notes, *cost.unit_notes(target.chip, dtype), CAUSAL]
     unknown = [c for c in inspection.custom_calls if c.kind == "kernel" and not c.flops]
     if unknown:
@@ -232,13 +237,24 @@ def _plan(
         memory=memory,
         traffic=groups,
         hidden_share=cost.hidden_share(groups),
-        flops=Flops(model_flops, inspection.flops * target.size),
+        flops=Flops(model_flops, (staged or inspection).flops * target.size),
         roofline=cost.roofline(inspection.work, groups, target),
         forecast=with_money(forecast, target, dtype, model_flops, tokens_per_step, tokens),
         compile_seconds=step.seconds,
         options=step.options,
         notes=tuple(notes),
+        pipeline=staged.told() if staged else None,
     )
+
+
+def _staged(
+    program: Program, inspection: aot.Inspection, target: aot.Target, reached: cost.Reached
+) -> PipelinedStep | None:
+    """The step as its pipeline runs it; None where there is none."""
+    if program.stacking is None:
+        return None
+    work = program.stacking.pipelining.work
+    return PipelinedStep(inspection, work, program.accumulation, target, reached)
 
 
 def _memory(target: aot.Target, inspection: aot.Inspection, parts: Mapping[str, int]) -> MemoryUse:

@@ -99,7 +99,8 @@ class Forecast:
     """Time and money.
 
     Attributes:
-      step_seconds: predicted; compute_seconds and exposed_seconds are its parts.
+      step_seconds: predicted; compute_seconds, exposed_seconds and idle_seconds (of the busiest stage of a
+        pipeline) are its parts.
       ratio: the part of these seconds that measured steps added, a factor; 1 where none were measured.
       tokens: of the whole run; days, dollars, kwh: to train on so many.
       mfu: model FLOPs over the peak of the type that the model multiplies in.
@@ -108,6 +109,7 @@ class Forecast:
     step_seconds: float
     compute_seconds: float
     exposed_seconds: float
+    idle_seconds: float = 0.0
     ratio: float = 1.0
     mfu: float | None = None
     tokens_per_second: float | None = None
@@ -115,6 +117,37 @@ class Forecast:
     days: float | None = None
     dollars: float | None = None
     kwh: float | None = None
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """The pipeline of a step.
+
+    Attributes:
+      microbatches: of a pass; passes: of a step.
+      layers: of each virtual stage, in order.
+      bubble: share of the time of all stages in which nothing is computed, of a simulated pass; bubble_formula: for
+        equal stages and links that take no time.
+      stash_bytes: what a device keeps from tick to tick.
+      forward_seconds, backward_seconds, weight_seconds: of a microbatch in a chunk, [virtual][stages];
+        weight_seconds: None where the backward is whole.
+      link_seconds: of a tick beside what is computed in it.
+    """
+
+    schedule: str
+    stages: int
+    microbatches: int
+    passes: int
+    virtual: int
+    layers: tuple[int, ...]
+    ticks: int
+    bubble: float
+    bubble_formula: float
+    stash_bytes: int
+    forward_seconds: list[list[float]]
+    backward_seconds: list[list[float]]
+    weight_seconds: list[list[float]] | None
+    link_seconds: float
 
 
 @dataclass(frozen=True)
@@ -145,6 +178,7 @@ class Plan:
       compile_seconds: tracing, lowering and compiling.
       options: XLA's, as chosen for the chip.
       changes: where it does not fit, settings with which it does.
+      pipeline: None where there is none; traffic, roofline and forecast are then of the busiest stage.
     """
 
     target: str
@@ -163,6 +197,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
     placement: Mapping[str, str] = field(default_factory=dict)
+    pipeline: Pipelined | None = None
 
     @property
     def fits(self) -> bool:
@@ -174,7 +209,8 @@ class Plan:
         values = dataclasses.asdict(self)
         values["memory"] |= {"headroom": self.memory.headroom}
         values["roofline"] |= {"bound": self.roofline.bound}
-        return {**values, "fits": self.fits, "formula": FORMULA}
+        formula = f"{FORMULA} {PIPELINE_FORMULA}" if self.pipeline else FORMULA
+        return {**values, "fits": self.fits, "formula": formula}
 
 
 FORMULA = (
@@ -182,4 +218,8 @@ FORMULA = (
     "75% of the chip's peak and its bytes at 85% of the memory's; exposed: over every collective, what its time "
     "on the wire (bytes at 85% of the link, and log2(devices) latencies) exceeds the compute time of what is "
     "issued between its start and its end, loops by their turns."
+)
+PIPELINE_FORMULA = (
+    "With a pipeline: passes x the schedule, run tick by tick with each stage's own forward, backward and weight "
+    "gradient (compute + exposed) and the hand-over of a tick, plus what stands before and after the ticks."
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,15 +10,14 @@ from typing import Any
 from dsjax import aot
 from dsjax.config import Config
 from dsjax.errors import ConfigError, OutOfDeviceMemory
-from dsjax.mesh.axes import divisors
 from dsjax.plan import analytic, estimate
-from dsjax.plan.compiled import check_mesh, compile_step, describe, vocabulary
+from dsjax.plan.compiled import compile_step, describe, vocabulary
+from dsjax.plan.layouts import layouts, own, pipelines
 from dsjax.plan.planner import summary
 from dsjax.plan.result import Forecast, Plan
 from dsjax.plan.settings import as_typed, run_tokens, with_settings
 from dsjax.plan.show import gib, seconds
 
-_REMATS = ("none", "dots", "full")
 # The formulas are not exact: what they put a little over the limit is still tried.
 _SLACK = 1.1
 # Of small models they are less so: where none seems to fit, the smallest of up to so many limits are tried.
@@ -126,19 +124,7 @@ def _nothing_fits(target: aot.Target, possible: list[Candidate], tried: list[Can
 
 def _as_it_is(config: Config, target: aot.Target, possible: list[Candidate]) -> Candidate | None:
     """The layout that the config has already, if it is one of those."""
-    try:
-        mesh = check_mesh(config, target)
-    except ConfigError:
-        return None
-    tensor, rows = mesh["tensor"], mesh["tensor_rows"]
-    settings = {
-        "mesh.data": mesh["data"],
-        "mesh.fsdp": mesh["fsdp"],
-        "mesh.context": mesh["context"],
-        "mesh.tensor": tensor if rows == 1 else [tensor, rows],
-        "train.gradient_accumulation_steps": config.train.gradient_accumulation_steps,
-        "train.remat": config.train.remat,
-    }
+    settings = own(config, target)
     return next((c for c in possible if c.settings == settings), None)
 
 
@@ -186,58 +172,68 @@ def _explored(
 
 def _kind(candidate: Candidate) -> tuple[Any, ...]:
     """What the formulas are wrong about alike."""
-    mesh = candidate.plan.mesh
-    return *(axis in mesh for axis in ("context", "tensor", "tensor_rows")), candidate.settings["train.remat"]
-
-
-def layouts(config: Config, target: aot.Target) -> Iterator[dict[str, Any]]:
-    """Every mesh of data, fsdp, context and tensor on the target, microbatches and remat that divide the batch.
-
-    Matrices are cut along one dimension or along both (`mesh.tensor: [columns, rows]`).
-    """
-    devices, train = target.size, config.train
-    for tensor, context in itertools.product(divisors(devices), repeat=2):
-        if tensor > target.domain or tensor * context > devices or devices % (tensor * context):
-            continue
-        if context > 1 and train.sequence_length % (2 * context):
-            continue
-        rest = devices // (tensor * context)
-        if train.global_batch_size % rest:
-            continue
-        micros = divisors(train.global_batch_size // rest)
-        for fsdp, sizes, micro, remat in itertools.product(divisors(rest), _sizes(tensor), micros, _REMATS):
-            yield {
-                "mesh.data": rest // fsdp,
-                "mesh.fsdp": fsdp,
-                "mesh.context": context,
-                "mesh.tensor": sizes,
-                "train.gradient_accumulation_steps": micro,
-                "train.remat": remat,
-            }
-
-
-def _sizes(tensor: int) -> list[int | list[int]]:
-    """Matrices cut into so many parts along one dimension, or along both: columns and rows."""
-    return [tensor, *([tensor // rows, rows] for rows in divisors(tensor) if 1 < rows < tensor)]
+    mesh, pipeline = candidate.plan.mesh, candidate.plan.pipeline
+    cut = (axis in mesh for axis in ("context", "tensor", "tensor_rows"))
+    return *cut, candidate.settings["train.remat"], pipeline and pipeline.schedule
 
 
 def _estimated(
     config: Config, target: aot.Target, vocab_size: int | None, tokens: float | None
 ) -> Iterator[Candidate]:
-    known: dict[tuple[Any, ...], analytic.Laid | None] = {}
+    """Every layout that divides, by formulas; with a pipeline only those that come near to fitting."""
+    formulas = _Formulas(config, target, vocab_size)
     for settings in layouts(config, target):
-        changed = with_settings(config, settings)
-        mesh = tuple(str(value) for name, value in settings.items() if name.startswith("mesh."))
-        if mesh not in known:
-            try:
-                known[mesh] = analytic.lay_out(changed, target, vocab_size)
-            except ConfigError as error:
-                if any(line.startswith("model.") for line in error.faults):
-                    raise
-                known[mesh] = None  # the model does not divide so
-        laid = known[mesh]
+        laid = formulas.laid(settings)
         if laid is not None:
-            yield Candidate(settings, estimate.plan_of(laid.with_config(changed), tokens, "searching"))
+            yield Candidate(settings, estimate.plan_of(laid, tokens, "searching"))
+    staged = list(pipelines(config, target, formulas.layers))
+    mine = own(config, target)
+    if mine is not None and "mesh.pipeline" in mine and mine not in staged:
+        staged.append(mine)
+    for settings in staged:
+        laid = formulas.laid(settings)
+        if laid is None:
+            continue
+        memory = analytic.memory(laid)
+        # Their schedules are simulated, so what is too large is left out first.
+        if settings == mine or memory.total <= _HOPE * memory.limit:
+            yield Candidate(settings, estimate.plan_of(laid, tokens, "searching"))
+
+
+class _Formulas:
+    """A config with other settings, laid out; where parameters lie the same they are laid out once.
+
+    Attributes:
+      layers: of the model, 0 until a layout divides.
+    """
+
+    def __init__(self, config: Config, target: aot.Target, vocab_size: int | None):
+        self._config, self._target, self._vocab_size = config, target, vocab_size
+        self._known: dict[tuple[Any, ...], analytic.Laid | None] = {}
+        self.layers = 0
+
+    def laid(self, settings: dict[str, Any]) -> analytic.Laid | None:
+        """The run with these settings; None where it does not divide."""
+        changed = with_settings(self._config, settings)
+        places = ("mesh.", "pipeline.virtual_stages")
+        key = tuple(str(value) for name, value in settings.items() if name.startswith(places))
+        if key not in self._known:
+            self._known[key] = self._lay_out(changed)
+        known = self._known[key]
+        try:
+            return known and known.with_config(changed)
+        except ConfigError:
+            return None  # a schedule or a recomputation that does not go with it
+
+    def _lay_out(self, config: Config) -> analytic.Laid | None:
+        try:
+            laid = analytic.lay_out(config, self._target, self._vocab_size)
+        except ConfigError as error:
+            if any(line.startswith("model.") for line in error.faults):
+                raise
+            return None  # the model does not divide so
+        self.layers = laid.sizes.layers
+        return laid
 
 
 def _varied(fitting: list[Candidate], number: int) -> list[Candidate]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jinja2
+from markupsafe import Markup
 from rich.table import Table
 
-from dsjax.plan.result import FORMULA, MemoryUse, Plan, Traffic
+from dsjax.plan.result import FORMULA, PIPELINE_FORMULA, MemoryUse, Pipelined, Plan, Traffic
+from dsjax.plan.timetable import layers_words, picture
 from dsjax.plan.words import RESOURCES, axes_words, mesh_words
 
 if TYPE_CHECKING:
@@ -78,8 +80,14 @@ def page(plan: Plan, further: Sequence[Sheet] = (), notes: Sequence[str] = ()) -
         headline=headline(plan),
         sheets=[*sheets(plan), *further],
         bar=_bar(plan.memory),
+        schedule=Markup(schedule_picture(plan.pipeline)) if plan.pipeline else "",
         notes=[*plan.notes, *closing(plan), *notes],
     )
+
+
+def schedule_picture(told: Pipelined) -> str:
+    """The schedule of a pipeline as SVG."""
+    return picture(told, f"One pass of the pipeline, {gib(told.stash_bytes)} stashed a device")
 
 
 def headline(plan: Plan) -> str:
@@ -101,7 +109,7 @@ def closing(plan: Plan) -> list[str]:
         lines.append(
             f"jax takes {share:.0%} of a GPU's {gib(memory.capacity)} (XLA_PYTHON_CLIENT_MEM_FRACTION sets it)"
         )
-    lines.append(FORMULA)
+    lines.append(f"{FORMULA} {PIPELINE_FORMULA}" if plan.pipeline else FORMULA)
     if plan.options:
         lines.append("XLA options: " + " ".join(f"{name}={value}" for name, value in plan.options.items()))
     return lines
@@ -121,6 +129,8 @@ def sheets(plan: Plan) -> list[Sheet]:
         )
     if plan.placement:
         made.append(Sheet("how operators are cut", ("operators", "cut"), list(plan.placement.items())))
+    if plan.pipeline:
+        made.append(_pipeline(plan.pipeline))
     if plan.traffic:
         made.append(_traffic(plan))
     return [*made, _time(plan), _money(plan)]
@@ -135,6 +145,38 @@ def _memory(memory: MemoryUse) -> Sheet:
         ("what", "size"),
         [(name, written(size)) for name, size in rows if size or name == "total"],
     )
+
+
+def _pipeline(told: Pipelined) -> Sheet:
+    passes = f" a pass, {told.passes} passes a step" if told.passes > 1 else ""
+    times = {
+        "a forward of a microbatch": told.forward_seconds,
+        "a backward": told.backward_seconds,
+        "a weight gradient": told.weight_seconds,
+    }
+    rows = [
+        ("schedule", told.schedule + (f", {told.virtual} chunks a stage" if told.virtual > 1 else "")),
+        ("layers a stage", layers_words(told)),
+        ("microbatches", f"{told.microbatches}{passes}"),
+        ("ticks a pass", str(told.ticks)),
+        *((what, _range(table)) for what, table in times.items() if table is not None),
+        ("hand-over, a tick", seconds(told.link_seconds)),
+        ("bubble, simulated with these times", f"{told.bubble:.1%}"),
+        ("bubble by formula, equal stages and no links", f"{told.bubble_formula:.1%}"),
+        ("stash: what is kept from tick to tick", gib(told.stash_bytes)),
+    ]
+    return Sheet(
+        f"pipeline of {told.stages} stages; collectives and times below are of the busiest",
+        ("what", "value"),
+        rows,
+    )
+
+
+def _range(table: list[list[float]]) -> str:
+    """The shortest and the longest of some seconds."""
+    each = [value for row in table for value in row]
+    least, most = seconds(min(each)), seconds(max(each))
+    return most if least == most else f"{least} to {most}"
 
 
 def _traffic(plan: Plan) -> Sheet:
@@ -175,6 +217,7 @@ def _time(plan: Plan) -> Sheet:
         ("bound by", RESOURCES[roofline.bound]),
         ("predicted step", seconds(forecast.step_seconds)),
         ("  of it exposed communication", seconds(forecast.exposed_seconds)),
+        *([("  of it idle in the pipeline", seconds(forecast.idle_seconds))] if plan.pipeline else []),
         ("model FLOPs a step", amount(flops.model)),
         ("hardware FLOPs a step", amount(flops.hardware)),
         ("MFU", "not known" if forecast.mfu is None else f"{forecast.mfu:.1%}"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,3 +163,32 @@ def test_one_device_needs_no_mesh():
 def test_lowering_wants_arguments_on_the_target(cpu8):
     with pytest.raises(Exception, match="no argument has a sharding over the devices of cpu:8"):
         aot.lower_for(cpu8, lambda x: x, jax.ShapeDtypeStruct((4,), jnp.float32))
+
+
+def test_a_permute_that_some_devices_do_not_come_to_hangs(cpu8):
+    mesh = programs.mesh_of(cpu8.devices())
+    around = [(i, (i + 1) % 4) for i in range(4)]
+
+    def permuted(apart: bool):
+        def body(x):
+            turns = (
+                jax.lax.axis_index("data") if apart else jnp.int32(jax.lax.psum(x[0, 0], ("data", "tensor")))
+            )
+            return jax.lax.fori_loop(0, turns, lambda _, x: jax.lax.ppermute(x + 1, "tensor", around), x)
+
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+        argument = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+        return aot.inspect(aot.compile_for(cpu8, aot.lower_for(cpu8, mapped, argument)), mesh).collectives
+
+    assert [c.kind for c in permuted(True).hanging()] == ["collective-permute"]
+    assert len(permuted(False).of("collective-permute")) == 1 and not permuted(False).hanging()
+
+
+def test_loops_of_unknown_length_are_counted_as_one_is_told(inspection):
+    told = inspection.counted(lambda loop: Fraction(7, 2) if loop.trips is None else loop.trips)
+    unknown = {c.name for c in inspection.collectives if not c.times_known}
+    counted = told.collectives.where(lambda c: c.name in unknown)
+    assert counted and {c.times for c in counted} == {round(3.5)} and all(c.times_known for c in counted)
+    others = [(c.name, c.times) for c in inspection.collectives if c.name not in unknown]
+    assert others == [(c.name, c.times) for c in told.collectives if c.name not in unknown]
+    assert told.work.bytes > inspection.work.bytes

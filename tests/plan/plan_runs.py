@@ -37,7 +37,8 @@ def small(mesh: dict[str, int] | None = None, **train: Any) -> Config:
 def config_of(case: dict[str, Any]) -> Config:
     """The config of a layout of `measured.json`."""
     model = MEASURED["models"][case["model"]]
-    return from_dict({"model": model, "mesh": case["mesh"], "train": case["train"]})
+    settings = {"mesh": case["mesh"], "pipeline": case.get("pipeline", {}), "train": case["train"]}
+    return from_dict({"model": model, **settings})
 
 
 def compiled_bytes(case: dict[str, Any]) -> int:

@@ -100,7 +100,7 @@ def candidate(seconds: float, total: int, remat: str, fsdp: int) -> Candidate:
     memory = MemoryUse(0, 0, 0, 0, 0, 0, total, 100, 100)
     settings = {"mesh.fsdp": fsdp, "train.remat": remat}
     return Candidate(settings, SimpleNamespace(forecast=Forecast(seconds, seconds, 0.0), memory=memory,
-        mesh={"fsdp": fsdp}, fits=total <= 100))  # fmt: skip
+        mesh={"fsdp": fsdp}, fits=total <= 100, pipeline=None))  # fmt: skip
 
 
 def test_what_was_compiled_corrects_the_formulas_of_its_kind():

@@ -1,0 +1,207 @@
+"""A Llama's run laid out on a cluster without devices, as far as formulas need it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from dsjax.aot import Target
+from dsjax.config import Config
+from dsjax.errors import ConfigError
+from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves
+from dsjax.mesh.axes import SHARD_AXES
+from dsjax.mesh.layout import axes_of_entry
+from dsjax.models import ModelSpec, build
+from dsjax.plan.compiled import check_mesh
+from dsjax.precision import compute_dtype
+from dsjax.train.assemble import check_batch
+from dsjax.train.losses import language_model_stages
+from dsjax.train.memory import bytes_a_device
+from dsjax.train.optimizers import make_optimizer, make_schedule, optimizer_shardings
+from dsjax.train.stacking import Stacking, microbatches_of, stacking_of
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a Llama: elements. `query` and `key` are heads times their dimension."""
+
+    layers: int
+    hidden: int
+    feed_forward: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def query(self) -> int:
+        """Columns of all query heads."""
+        return self.heads * self.head
+
+    @property
+    def key(self) -> int:
+        """Columns of all key heads."""
+        return self.kv_heads * self.head
+
+    @property
+    def layer(self) -> int:
+        """Elements of a layer's matrices."""
+        attention = 2 * self.hidden * (self.query + self.key)
+        return attention + 3 * self.hidden * self.feed_forward
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A run on the axes of a cluster, without devices.
+
+    Attributes:
+      mesh: axis -> size.
+      state: bytes a device of parameters, and of optimizer state.
+      abstract: the model, without values.
+      stacking: how stages share its layers; None where there is one stage.
+    """
+
+    config: Config
+    target: Target
+    mesh: Mapping[str, int]
+    model: ModelSpec
+    sizes: Sizes
+    state: tuple[int, int]
+    abstract: nnx.Module
+    stacking: Stacking | None
+
+    def with_config(self, config: Config) -> Laid:
+        """The same with other settings that leave the parameters where they lie.
+
+        Raises:
+          ConfigError: a schedule that cannot be run so.
+        """
+        stacking = _stacking(config, self.model, self.abstract, abstract_mesh(self.mesh))
+        return replace(self, config=config, stacking=stacking)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.config.train.global_batch_size * self.config.train.sequence_length
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        passes = self.config.train.gradient_accumulation_steps
+        return passes * (self.stacking.pipelining.work.schedule.microbatches if self.stacking else 1)
+
+    @property
+    def tokens_a_device(self) -> float:
+        """Tokens of a microbatch whose activations one device holds."""
+        shards = math.prod(self.mesh[axis] for axis in (*BATCH_AXES, "context"))
+        return self.tokens / self.microbatches / shards
+
+    @property
+    def tensor(self) -> int:
+        """Parts into which the products of a layer are cut."""
+        return self.mesh["tensor"] * self.mesh["tensor_rows"]
+
+    @property
+    def shards(self) -> int:
+        """Parts of a parameter that are gathered where it is used."""
+        return math.prod(self.mesh[axis] for axis in SHARD_AXES)
+
+    @property
+    def ends_gathered_over_tensor(self) -> bool:
+        """Whether embedding or head are cut over stages and `tensor` along one dimension."""
+        over = abstract_mesh(self.mesh)
+        layout: Any = Layout(
+            over, self.model.param_axes, stacked=self.stacking.path if self.stacking else None
+        )
+        shape = (self.sizes.vocabulary, self.sizes.hidden)
+        return any(
+            {"pipeline", "tensor"} <= set(axes_of_entry(e))
+            for e in layout.param_spec("embed/embedding", shape)
+        )
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element in the type of matrix products."""
+        return int(np.dtype(compute_dtype(self.config.precision.policy, self.target.chip.kind)).itemsize)
+
+
+def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
+    """A run on a target, as far as formulas need it.
+
+    Raises:
+      ConfigError: a mesh or parameters that do not fit the target, or a model that is no Llama.
+    """
+    mesh = check_mesh(config, target)
+    model = build(
+        config.model,
+        platform=target.chip.kind,
+        vocab_size_hint=vocab_size,
+        remat=config.train.remat,
+        max_length=config.train.sequence_length,
+    )
+    over = abstract_mesh(mesh)
+    check_batch(config, over)
+    abstract = nnx.eval_shape(lambda: model.init(nnx.Rngs(0)))
+    params = nnx.state(abstract, nnx.Param)
+    sizes = _sizes(params)
+    stacking = _stacking(config, model, abstract, over)
+    layout: Any = Layout(over, model.param_axes, stacked=stacking.path if stacking else None)
+    layout.check(params)
+    if stacking:
+        params = jax.eval_shape(stacking.stored, params)
+    return Laid(config, target, mesh, model, sizes, _state_bytes(config, layout, params), abstract, stacking)
+
+
+def abstract_mesh(mesh: Mapping[str, int]) -> Any:
+    """A mesh without devices, for what asks no more of one than its shape."""
+    return AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _stacking(config: Config, model: ModelSpec, abstract: nnx.Module, mesh: Any) -> Stacking | None:
+    if mesh.shape["pipeline"] == 1 or model.trunk is None:
+        return None
+    stages = language_model_stages(model.trunk, model.cross_entropy_chunk, config.train.remat)
+    rows = config.train.global_batch_size // (batch_shards(mesh) * config.train.gradient_accumulation_steps)
+    microbatches = microbatches_of(config.pipeline, mesh.shape["pipeline"], rows)
+    return stacking_of(stages, abstract, mesh, config.pipeline, microbatches)
+
+
+def _sizes(params: Any) -> Sizes:
+    shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
+    try:
+        layers, hidden, heads, head = shapes["layers/attention/q_proj/kernel"]
+        feed_forward = shapes["layers/mlp/gate_proj/kernel"][-1]
+        kv_heads = shapes["layers/attention/k_proj/kernel"][-2]
+        vocabulary = shapes["embed/embedding"][0]
+    except KeyError:
+        raise ConfigError(
+            "model.kind: there are formulas for the Llama family only; other models are compiled"
+        ) from None
+    return Sizes(layers, hidden, feed_forward, heads, kv_heads, head, vocabulary, "head/kernel" not in shapes)
+
+
+def _state_bytes(config: Config, layout: Any, params: Any) -> tuple[int, int]:
+    schedule = make_schedule(config.optimizer.schedule, config.optimizer.learning_rate, config.train.steps)
+    optimizer = make_optimizer(config.optimizer, schedule, layout.names_of)
+    shardings = layout.param_shardings(params)
+    moments = jax.eval_shape(optimizer.init, params)
+    fallback = Layout(layout.mesh)
+    places = optimizer_shardings(
+        moments, params, shardings, lambda shape: NamedSharding(layout.mesh, fallback.param_spec("", shape))
+    )
+
+    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return (
+        bytes_a_device(jax.tree.map(placed, params, shardings)),
+        bytes_a_device(jax.tree.map(placed, moments, places)),
+    )
