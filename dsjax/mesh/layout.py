@@ -173,16 +173,23 @@ class Layout:
         return self.stacked is not None and f"{path}/".startswith(f"{self.stacked}/")
 
     def _over_stages(self, spec: P, shape: Sequence[int]) -> P:
-        """The place of what all stages hold, cut over them too: along the largest dimension that divides."""
+        """The place of what all stages hold, cut over them too: along the largest dimension that divides.
+
+        One that `tensor` cuts already is the last choice: XLA would gather the array whole over both.
+        """
         entries = [axes_of_entry(entry) for entry in spec] + [()] * (len(shape) - len(spec))
         stages = self.axis_size("pipeline")
 
         def divides(i: int) -> bool:
             return shape[i] % (stages * math.prod(self.mesh.shape[a] for a in entries[i])) == 0
 
-        fitting = [(extent, -i) for i, extent in enumerate(shape) if extent and divides(i)]
+        fitting = [
+            (not {"tensor", "tensor_rows"} & set(entries[i]), extent, -i)
+            for i, extent in enumerate(shape)
+            if extent and divides(i)
+        ]
         if fitting:
-            axes = entries[i := -max(fitting)[1]]
+            axes = entries[i := -max(fitting)[2]]
             # Before `context`, over which the compiler gathers later, inside the stages.
             at = axes.index("context") if "context" in axes else len(axes)
             entries[i] = (*axes[:at], "pipeline", *axes[at:])

@@ -140,8 +140,9 @@ class Pipeline:
         for chunk in range(self.work.schedule.virtual):
             unit = jnp.int32(chunk * self.work.schedule.microbatches)
             row: dict[str, Any] = defaultdict(lambda: 0, forward=unit, backward=unit, weight=unit)
-            made = (carry.inputs, carry.kept, carry.outputs, carry.sums, carry.passed)
-            carry.inputs, carry.kept, carry.outputs, carry.sums, carry.passed = self._forward(row, made)
+            made = (_at(carry.inputs, 0), carry.kept, carry.outputs, carry.sums, carry.passed)
+            x, carry.kept, carry.outputs, carry.sums, carry.passed = self._forward(row, made)
+            carry.inputs = _put(carry.inputs, x, 0)
             carry = self._backward(row, carry)
             if self.work.schedule.weight is not None:
                 carry = self._weight(row, carry)
@@ -195,13 +196,19 @@ class Pipeline:
 
     def _tick(self, carry: _Carry, row: dict[str, jax.Array]) -> _Carry:
         came = self._handed(carry.sent, -1)
-        carry.gradients = _put_if(carry.gradients, came, row["store_gradient"])
         if self.one_a_tick:
             carry.inputs = _put_if(carry.inputs, self._handed(carry.passed, 1), row["store_input"])
-        made = (carry.inputs, carry.kept, carry.outputs, carry.sums, carry.passed)
+        # Of the stash the forward gets its input alone: what passes through nested loops is copied.
+        x = _at(carry.inputs, jnp.maximum(row["read_input"], 0))
+        made = (x, carry.kept, carry.outputs, carry.sums, carry.passed)
         with jax.named_scope(FORWARD):
             made = _when(row["forward"] >= 0, lambda made, row: self._forward(row, made), made, row)
-        carry.inputs, carry.kept, carry.outputs, carry.sums, carry.passed = made
+        # The gradient is looked at only now, so that it may travel until now.
+        came, made = lax.optimization_barrier((came, made))
+        x, carry.kept, carry.outputs, carry.sums, carry.passed = made
+        carry.gradients = _put_if(carry.gradients, came, row["store_gradient"])
+        embedded = (row["forward"] >= 0) & self._unit(row["forward"])[3]
+        carry.inputs = _put_if(carry.inputs, x, jnp.where(embedded, row["read_input"], -1))
         arrived = None if self.one_a_tick else self._handed(carry.passed, 1)
         with jax.named_scope(BACKWARD):
             carry = _when(row["backward"] >= 0, lambda carry, row: self._backward(row, carry), carry, row)
@@ -235,22 +242,16 @@ class Pipeline:
         return _at(self.layers, index), _at(self.states, index)
 
     def _forward(self, row: Any, made: Any) -> Any:
-        inputs, kept, outputs, sums, _ = made
+        x, kept, outputs, sums, _ = made
         m, base, count, first, last = self._unit(row["forward"])
-        slot = row["read_input"]
-
-        def embedded(made: Any, m: Any) -> Any:
-            x = self.parts.embed(self.rest, m)
-            return _put(made[0], x, slot), x
-
-        inputs, x = _when(first, embedded, (inputs, _at(inputs, slot)), m, scope=FIRST)
+        x = _when(first, lambda _, m: self.parts.embed(self.rest, m), x, m, scope=FIRST)
         if self.recompute:
             # Nobody but its own backward, which computes it again, needs the last stage's output.
-            return inputs, kept, outputs, sums, _when(~last, lambda x: self._through(x, m, base, count), x)
+            return x, kept, outputs, sums, _when(~last, lambda y: self._through(y, m, base, count), x)
         slot = row["write_residual"]
         kept, y, loss, extras = self._through_keeping(x, m, base, count, kept, slot)
         sums = _added(sums, (loss, jnp.zeros(()), extras))
-        return inputs, kept, _put(outputs, y, slot), sums, y
+        return x, kept, _put(outputs, y, slot), sums, y
 
     def _through(self, x: Any, m: Any, base: Any, count: Any) -> Any:
         """x through the layers of a chunk."""

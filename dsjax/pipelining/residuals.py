@@ -37,10 +37,14 @@ class LayerVjp:
         flat = _inlined(closed)
         inputs = flat.jaxpr.invars[before : before + len(jax.tree.leaves(x))]
         outputs = flat.jaxpr.outvars[len(flat.jaxpr.outvars) - len(leaves) :]
-        depends = _depending(flat.jaxpr.eqns, inputs)
-        self._indices = [
-            i for i, var in enumerate(outputs) if not isinstance(var, Literal) and var in depends
-        ]
+        depends, same = _depending(flat.jaxpr.eqns, inputs), _same(flat.jaxpr.eqns)
+        self._places: dict[int, int] = {}
+        kept: dict[Any, int] = {}
+        for i, var in enumerate(outputs):
+            if not isinstance(var, Literal) and var in depends:
+                self._places[i] = kept.setdefault(same.get(var, var), len(kept))
+        first = {place: i for i, place in reversed(self._places.items())}
+        self._indices = [first[place] for place in range(len(kept))]
         self.kept = [leaves[i] for i in self._indices]
         self._split: _Split | None = None
 
@@ -60,8 +64,8 @@ class LayerVjp:
         """All that the backward needs: what does not depend on x with any x (the compiler drops the rest)."""
         anything = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._x)
         leaves = self._whole(own, state, anything, microbatch)[2]
-        for i, value in zip(self._indices, kept, strict=True):
-            leaves[i] = value
+        for i, place in self._places.items():
+            leaves[i] = kept[place]
         return leaves
 
     def backward(self, own: Any, state: Any, microbatch: Any, kept: Any, gradient: Any) -> tuple[Any, Any]:
@@ -141,6 +145,31 @@ class _Split:
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+# Operations that only rename or move values: two of one input are one.
+_PLAIN = {
+    "convert_element_type",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "copy",
+    "optimization_barrier",
+    "sharding_constraint",
+}
+
+
+def _same(eqns: Iterable[Any]) -> dict[Any, Any]:
+    """Variable -> an earlier one of the same value (a layer's input, cast by each of its projections)."""
+    same: dict[Any, Any] = {}
+    seen: dict[Any, Sequence[Any]] = {}
+    for eqn in eqns:
+        if eqn.primitive.name not in _PLAIN or any(isinstance(v, Literal) for v in eqn.invars):
+            continue
+        key = (eqn.primitive.name, tuple(same.get(v, v) for v in eqn.invars), str(eqn.params))
+        before = seen.setdefault(key, eqn.outvars)
+        same.update((v, same.get(b, b)) for v, b in zip(eqn.outvars, before, strict=True) if v is not b)
+    return same
 
 
 def _depending(eqns: Iterable[Any], inputs: Iterable[Any]) -> set[Any]:

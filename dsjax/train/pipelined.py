@@ -323,10 +323,15 @@ def _only(spec: P, wanted: Any) -> P:
 
 
 def _over_stages(layout: Layout, tree: Any) -> Any:
-    """What lies before and after the layers, gathered over the stages."""
+    """What lies before and after the layers, gathered over the stages; matrices in the type that they are used in."""
 
     def one(path: str, leaf: Any) -> Any:
-        return leaf if layout.in_stack(path) else gather_local(layout, path, leaf, (AXIS,))
+        if layout.in_stack(path):
+            return leaf
+        matrix = len(layout.names_of(path) or ()) >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
+        if matrix and layout.gather_dtype is not None:
+            leaf = leaf.astype(layout.gather_dtype)
+        return gather_local(layout, path, leaf, (AXIS,))
 
     return map_named(one, tree)
 

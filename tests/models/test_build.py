@@ -211,7 +211,7 @@ def test_a_users_model_is_made_from_the_configs_fields(module: str, function: st
         ("by_init", {}, "model.width: is missing"),
         ("made", {"width": 6}, "made already; give it an `rngs` parameter"),
         ("wrong", {"width": 6}, r"returned int; it returns a function init\(rngs\)"),
-        ("strange", {"width": 6}, "returned lose; it may return init, loss, param_axes"),
+        ("strange", {"width": 6}, "returned lose; it may return init, loss, stages, param_axes"),
         ("not_a_module", {"width": 6}, "made a int, not a flax.nnx.Module"),
         ("broken", {"width": 6}, r"failed at .*users_.*\.py:\d+: IndexError: list index out of range"),
         ("by_rngs", {"width": -1}, r"failed at .*\.py:\d+: ValueError: no such width"),
