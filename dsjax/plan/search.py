@@ -22,6 +22,8 @@ from dsjax.plan.show import gib, seconds
 _SLACK = 1.1
 # Of small models they are less so: where none seems to fit, the smallest of up to so many limits are tried.
 _HOPE = 1.5
+# Layouts compiled at most for each that was asked for: where some fit, and where none has yet.
+_MOST, _MOST_IN_VAIN = 3, 8
 # Layouts of one mesh: near-equal microbatches would crowd out other meshes.
 _ALIKE = 2
 
@@ -137,7 +139,7 @@ def _explored(
     """Compiles the likeliest layout again and again, correcting the formulas by what comes out.
 
     One compiled layout corrects all of its kind (which axes cut tensors, what is recomputed) in time and
-    memory.  Ends after `compiles` that fit once none is expected to be faster, at the latest after three times as many.
+    memory.  Ends after `compiles` that fit once none is expected to be faster, at the latest after some times as many.
     """
     learned: dict[Any, tuple[float, float]] = {}
     tried: list[Candidate] = []
@@ -148,8 +150,10 @@ def _explored(
         memory = candidate.plan.memory
         return candidate.plan.forecast.step_seconds * slower, memory.total * larger / memory.limit
 
-    while left and len(tried) < 3 * compiles:
+    while left:
         fitting = [c for c in tried if c.plan.fits]
+        if len(tried) >= (_MOST if fitting else _MOST_IN_VAIN) * compiles:
+            break
         new = [c for c in left if sum(c.plan.mesh == other.plan.mesh for other in fitting) < _ALIKE]
         hopeful = [c for c in new if expected(c)[1] <= 1]
         if not hopeful and not fitting:
