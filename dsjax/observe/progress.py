@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ from dsjax.observe.logs import users_metrics
 
 # A pause shorter than this is not worth a line that says how long it took.
 _WORTH_TELLING_SECONDS = 1.0
+# Told in the metrics; a line has no room for each stage.
+_OF_A_STAGE = re.compile(r"stage_\d+_seconds")
 _USERS_SHOWN = 3
 # What a live bar leaves out first where the terminal is too narrow for all.
 _LEAST_WANTED = ("elapsed", "grad norm", "MFU", "rate", "users", "left")
@@ -135,7 +138,8 @@ class Progress:
         record = self._record
         facts = {"percent": f"{self._percent():5.1f}%", "step": self._step_text()}
         facts["loss"] = f"loss {_number(record.get('loss'), '.4f')}"
-        users = list(users_metrics(record).items())[:_USERS_SHOWN]
+        users = [item for item in users_metrics(record).items() if not _OF_A_STAGE.fullmatch(item[0])]
+        users = users[:_USERS_SHOWN]
         if users:
             facts["users"] = _GAP.join(f"{name} {_number(value, '.4g')}" for name, value in users)
         facts["grad norm"] = f"grad norm {_number(record.get('grad_norm'), '.3g')}"

@@ -69,11 +69,14 @@ def even(layers: int, stages: int, virtual: int = 1) -> Partition:
     """
     parts = stages * virtual
     if layers < parts:
-        works = f"mesh.pipeline={largest}" if (largest := min(stages, layers)) > 1 else "mesh.pipeline=1"
-        fewer = "" if virtual == 1 else f" or pipeline.virtual_stages={max(1, layers // stages)}"
+        chunks, works = layers // stages, []
+        if virtual > 1 and chunks:
+            works.append(f"pipeline.virtual_stages={chunks}" if chunks > 1 else "pipeline.schedule=1f1b")
+        if layers >= 2 * virtual:
+            works.append(f"a mesh.pipeline of at most {layers // virtual}")
         raise ConfigError(
-            f"mesh.pipeline: {stages} stages x {virtual} virtual need {parts} layers, the model has {layers}; use "
-            f"{works}{fewer}"
+            f"mesh.pipeline: {stages} stages x {virtual} chunks need {parts} layers, the model has {layers}; use "
+            f"{' or '.join(works) or 'mesh.pipeline=1'}"
         )
     counts = [layers // parts] * parts
     # The last stage also has the head, the first the embedding: both are spared as long as possible.

@@ -161,8 +161,8 @@ def _pipeline(told: Pipelined) -> Sheet:
         ("ticks a pass", str(told.ticks)),
         *((what, _range(table)) for what, table in times.items() if table is not None),
         ("hand-over, a tick", seconds(told.link_seconds)),
-        ("bubble, simulated with these times", f"{told.bubble:.1%}"),
-        ("bubble by formula, equal stages and no links", f"{told.bubble_formula:.1%}"),
+        ("bubble of all stages, simulated with these times", f"{told.bubble:.1%}"),
+        ("bubble by formula, stages of their mean times, no links", f"{told.bubble_formula:.1%}"),
         ("stash: what is kept from tick to tick", gib(told.stash_bytes)),
     ]
     return Sheet(
@@ -217,7 +217,7 @@ def _time(plan: Plan) -> Sheet:
         ("bound by", RESOURCES[roofline.bound]),
         ("predicted step", seconds(forecast.step_seconds)),
         ("  of it exposed communication", seconds(forecast.exposed_seconds)),
-        *([("  of it idle in the pipeline", seconds(forecast.idle_seconds))] if plan.pipeline else []),
+        *([("  of it the busiest stage idle", seconds(forecast.idle_seconds))] if plan.pipeline else []),
         ("model FLOPs a step", amount(flops.model)),
         ("hardware FLOPs a step", amount(flops.hardware)),
         ("MFU", "not known" if forecast.mfu is None else f"{forecast.mfu:.1%}"),

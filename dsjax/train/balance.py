@@ -98,10 +98,13 @@ class Balancer:
 
     Args:
       changed: told of the program that takes the place of the one before.
+      last: the last step of this call; no timing begins that would not have as many steps before it again.
     """
 
-    def __init__(self, program: Program, recorder: Recorder, changed: Callable[[Program], None]):
-        self._recorder, self._changed = recorder, changed
+    def __init__(
+        self, program: Program, recorder: Recorder, changed: Callable[[Program], None], last: int = 10**9
+    ):
+        self._recorder, self._changed, self._last = recorder, changed, last
         self._every = program.pipeline.rebalance_every if program.stacking is not None else 0
         self._timing: _Timing | None = None
         self._probes: dict[int, _Compiled] = {}
@@ -119,6 +122,9 @@ class Balancer:
     def step_done(self, step: int, program: Program, state: Any, batch: Any) -> tuple[Program, Any]:
         """The program and state to go on with."""
         if not self._every:
+            return program, state
+        upcoming = -(-step // self._every) * self._every
+        if self._timing is None and upcoming + self._every > self._last:
             return program, state
         if (step + min(_AHEAD, self._every // 2)) % self._every == 0:
             self._compile(program, batch)
@@ -213,11 +219,10 @@ class Balancer:
         now, recompute, pace = program.stacking.partition, _recompute(program), _pace(program, seconds)
         best = _costs(program).partition(now.layers, now.stages, now.virtual, recompute, pace.tolist())
         gain = 1 - _predicted(program, best, pace) / _predicted(program, now, pace)
-        if best.counts == now.counts or gain < program.pipeline.rebalance_gain:
+        set_by_hand = program.pipeline.layers is not None
+        if set_by_hand or best.counts == now.counts or gain < program.pipeline.rebalance_gain:
             return None
-        return replace(
-            program, pipeline=program.pipeline.model_copy(update={"layers": list(best.counts)})
-        ), gain
+        return replace(program, found=best.counts), gain
 
     def _resized(
         self, program: Program, batch: Any, seconds: np.ndarray, others: np.ndarray

@@ -77,7 +77,7 @@ def run_loop(
     alone = jax.process_count() == 1
     if plan.evaluate_first:
         _evaluate(plan, recorder, start, state)
-    balancer = Balancer(program, recorder, plan.on_program)
+    balancer = Balancer(program, recorder, plan.on_program, last_of_call)
     recorder.start_clock()
     step = start
     while step < last_of_call:

@@ -80,6 +80,7 @@ class Program:
       rows_a_pass: rows of a batch shard in a pass of the pipeline, where they are known.
       costs: cost of a layer, of the embedding and of the head, in any unit, where they are known: layers are
         shared out by them.
+      found: layers of each virtual stage that balancing found, in place of those.
       compiler_options: XLA's, for the compiled functions.
       on_compile: called with what was compiled and the seconds it took.
       alternatives: programs of other settings to try when a step does not fit.
@@ -99,6 +100,7 @@ class Program:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     rows_a_pass: int | None = None
     costs: Costs | None = None
+    found: tuple[int, ...] | None = None
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     on_compile: Callable[[str, float], None] = lambda what, seconds: None
     alternatives: Callable[[], list[tuple[str, Program]]] = list
@@ -108,7 +110,9 @@ class Program:
         check_init(recipe.init)
         model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
         passes = microbatches_of(self.pipeline, self.mesh.shape["pipeline"], self.rows_a_pass)
-        self.stacking = stacking_of(recipe.stages, model, self.mesh, self.pipeline, passes, self.costs)
+        self.stacking = stacking_of(
+            recipe.stages, model, self.mesh, self.pipeline, passes, self.costs, self.found
+        )
         # Microbatches a step, over all passes of the pipeline.
         self.microbatches = self.accumulation * passes
         self.layout = Layout(
@@ -241,6 +245,15 @@ class Program:
         if self.stacking is None or self.stacking.partition.in_order:
             return None
         return Held(self.stacking.path, tuple(map(int, self.stacking.slots))).facts()
+
+    def going_on(self, facts: Mapping[str, Any]) -> Program:
+        """The program with the stages that a checkpoint was made with, if balancing may have found them."""
+        held, stacking = facts.get("layers"), self.stacking
+        if stacking is None or not held or self.pipeline.layers is not None:
+            return self
+        now = stacking.partition
+        counts = Held(held["path"], tuple(held["slots"])).counts(now.stages, now.virtual)
+        return self if counts in (None, now.counts) else replace(self, found=counts)
 
     def model(self, state: State) -> nnx.Module:
         """The Flax model with the state's parameters (not a copy, but where a pipeline stores layers otherwise)."""

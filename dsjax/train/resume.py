@@ -35,6 +35,12 @@ def restore(
     return back(state), facts
 
 
+def going_on(program: Program, checkpoints: DiskCheckpoints, given: State | None) -> Program:
+    """The program with the stages that the newest checkpoint's run had found for itself."""
+    latest = checkpoints.latest_step()
+    return program if given is not None or latest is None else program.going_on(checkpoints.facts(latest))
+
+
 def first_state(
     program: Program,
     checkpoints: DiskCheckpoints,

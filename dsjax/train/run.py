@@ -160,7 +160,7 @@ def _dry_run(job: Assembled) -> int:
         f"processes: {jax.process_count()}",
         f"model: {config.model.kind}, {params:,} trainable parameters; state {held / GIB:.3f} GiB a device",
         f"a step: {train.global_batch_size} sequences x {train.sequence_length} tokens in "
-        f"{train.gradient_accumulation_steps} microbatch(es); the run: "
+        f"{trainer.program.microbatches} microbatch(es); the run: "
         f"{train.steps * train.global_batch_size * train.sequence_length:,} tokens",
         *trainer.notes,
     ]:

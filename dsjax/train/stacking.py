@@ -52,7 +52,7 @@ class Stacking:
         idle = bubble_formula(schedule.name, schedule.stages, schedule.microbatches, schedule.virtual)
         return (
             f"pipeline: {schedule.name}, stages of {told(self.partition)} layers, {schedule.microbatches} microbatches "
-            f"a pass, bubble {idle:.1%}"
+            f"a pass, bubble {idle:.1%} if stages are equal"
         )
 
     def stored(self, tree: Any, held: Sequence[int] | None = None) -> Any:
@@ -101,6 +101,15 @@ class Held:
             return Held(told["path"], tuple(told["slots"]))
         return None if stacking is None else Held(stacking.path, tuple(range(stacking.partition.layers)))
 
+    def counts(self, stages: int, virtual: int) -> tuple[int, ...] | None:
+        """Layers of each virtual stage, if these are the slots of so many."""
+        if len(self.slots) % (stages * virtual):
+            return None
+        table = np.reshape(self.slots, (stages, virtual, -1)) >= 0
+        counts = tuple(int(n) for n in table.sum(axis=2).T.reshape(-1))
+        whole = min(counts) > 0 and Partition(stages, virtual, counts).slots.tolist() == list(self.slots)
+        return counts if whole else None
+
     def facts(self) -> dict[str, Any]:
         """As JSON."""
         return {"path": self.path, "slots": list(self.slots)}
@@ -128,6 +137,7 @@ def stacking_of(
     pipeline: PipelineConfig,
     microbatches: int,
     costs: Costs | None = None,
+    found: tuple[int, ...] | None = None,
 ) -> Stacking | None:
     """The stacking of a model over a mesh; None where the mesh has one stage.
 
@@ -135,6 +145,7 @@ def stacking_of(
       model: abstract.
       microbatches: a pass of the pipeline.
       costs: of the model's parts, by which layers are shared out; evenly without.
+      found: layers of each virtual stage, where balancing found them; else as set, or by the costs.
 
     Raises:
       ConfigError: a model that cannot be cut, or settings that do not go together; with what would work.
@@ -145,7 +156,7 @@ def stacking_of(
     if stages is None:
         raise ConfigError(
             f"mesh.pipeline: {count} stages need a model that says where it can be cut: give `stages` (a dsjax.Stages "
-            "of embed, layer and head) beside init, or set mesh.pipeline=1"
+            "of embed, layer and head) beside init (a module:function returns both), or set mesh.pipeline=1"
         )
     _check_model(stages, model)
     layers = sizes_of(_stack_leaves(stages, model))
@@ -157,9 +168,14 @@ def stacking_of(
             f"train.remat: {stages.remat} computes a layer again in the backward pass, of which zero_bubble would "
             "gain nothing; set train.remat=none, or pipeline.schedule=1f1b"
         )
-    partition = (
-        even(layers, count, virtual) if pipeline.layers is None else _given(pipeline, layers, count, virtual)
-    )
+    if found is not None and len(found) == count * virtual and sum(found) == layers:
+        partition = Partition(count, virtual, found)
+    elif pipeline.layers is not None:
+        partition = _given(pipeline, layers, count, virtual)
+    elif costs is not None:
+        partition = costs.partition(layers, count, virtual, recompute)
+    else:
+        partition = even(layers, count, virtual)
     slots = allot(schedule, "inputs" if recompute else "residuals")
     work = Work(schedule, slots, partition.depth, partition.counts)
     return Stacking(Pipelining(stages, work), partition)

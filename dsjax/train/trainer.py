@@ -29,7 +29,7 @@ from dsjax.train.lay_out import lay_out
 from dsjax.train.optimizers import Schedule
 from dsjax.train.program import Program, Recipe
 from dsjax.train.recorder import Rates, Recorder
-from dsjax.train.resume import first_state, restore
+from dsjax.train.resume import first_state, going_on, restore
 from dsjax.train.rundir import RunDirectory
 from dsjax.train.signals import stop_on_signals
 from dsjax.train.state import State
@@ -128,7 +128,7 @@ class Trainer:
         loss, stages = as_loss(loss, stages, remat)
         recipe = Recipe(init, loss, lambda names_of: made, as_schedule(learning_rate), dict(param_axes or {}))
         recipe.remat_by_step, recipe.stages = stages is None, stages
-        rate = {"learning_rate"} if "learning_rate" in values["optimizer"] else set()
+        rate = {"learning_rate"} & set(values["optimizer"])
         only = {**_SCRIPTS_OWN, "optimizer": {"max_grad_norm", "trainable", *rate}}
         self._start(recipe, config, devices, compiler_options, allow_config_change, only)
         self._unit, self._by_script = unit, True
@@ -186,8 +186,7 @@ class Trainer:
             on_compile=self._compiled,
         )
         self.notes = [*chosen.notes, *self.program.notes]
-        self._only, self._allow = only, allow_config_change
-        self._unit, self._by_script = "tokens", False
+        self._only, self._allow, self._unit, self._by_script = only, allow_config_change, "tokens", False
         disk = config.checkpoint.disk
         self.directory = RunDirectory(config.run.directory, config, allow_config_change, only)
         self.checkpoints = DiskCheckpoints(disk.path or self.directory.path / "checkpoints", keep=disk.keep)
@@ -351,6 +350,7 @@ class Trainer:
         data = as_step_loader(loader)
         self._set_steps(steps)
         with self.directory.locked(), self._telling():
+            self.program = going_on(self.program, self.checkpoints, state)
             state, meta, differences = first_state(
                 self.program, self.checkpoints, self.directory, self.config, state
             )

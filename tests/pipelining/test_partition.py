@@ -82,13 +82,20 @@ def test_every_even_partition_differs_by_one_layer_at_most():
 
 
 @pytest.mark.parametrize(
-    ("virtual", "works"), [(1, "mesh.pipeline=3"), (2, "mesh.pipeline=3 or pipeline.virtual_stages=1")]
+    ("layers", "virtual", "works"),
+    [
+        (3, 1, "use a mesh.pipeline of at most 3"),
+        (3, 2, "use mesh.pipeline=1"),
+        (1, 1, "use mesh.pipeline=1"),
+        (6, 2, "use pipeline.schedule=1f1b or a mesh.pipeline of at most 3"),
+        (10, 3, "use pipeline.virtual_stages=2 or a mesh.pipeline of at most 3"),
+    ],
 )
-def test_too_few_layers_are_refused_with_what_works(virtual, works):
+def test_too_few_layers_are_refused_with_what_works(layers, virtual, works):
     with pytest.raises(ConfigError) as refused:
-        even(3, 4, virtual)
+        even(layers, 4, virtual)
     assert len(refused.value.faults) == 1
-    assert f"need {4 * virtual} layers, the model has 3" in str(refused.value)
+    assert f"need {4 * virtual} layers, the model has {layers}" in str(refused.value)
     assert str(refused.value).endswith(works)
 
 

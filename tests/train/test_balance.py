@@ -126,10 +126,23 @@ def test_the_losses_are_those_of_a_run_that_never_moved(runs):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
-def test_a_moved_run_resumes_on_the_partition_of_its_config(runs, tmp_path):
-    _, _, directory = runs
-    _, _, metrics, told = _run(directory / "moved", 20, slow=False, microbatches=4, rebalance_every=0)
+def test_a_moved_run_goes_on_with_the_stages_that_it_found(runs):
+    (moved, *_), _, directory = runs
+    trainer, _, metrics, told = _run(directory / "moved", 20, slow=False, microbatches=4, rebalance_every=0)
     assert told["resumed"][0]["step"] == 18 and metrics[-1]["step"] == 20
+    assert trainer.program.stacking.partition == moved.program.stacking.partition
+
+
+def test_layers_set_by_hand_stay(tmp_path):
+    trainer, _, _, told = _run(tmp_path / "hand", 12, microbatches=2, rebalance_every=3, layers=[3, 3])
+    assert told["slow_stage"] and not told["rebalanced"]
+    assert trainer.program.stacking.partition.counts == (3, 3)
+
+
+def test_nothing_is_timed_that_could_not_pay_any_more(tmp_path):
+    _, _, metrics, told = _run(tmp_path / "short", 5, slow=False, microbatches=2, rebalance_every=3)
+    assert "probe" not in str(told["compiled"])
+    assert not any("stage_0_seconds" in line for line in metrics)
 
 
 def test_more_microbatches_where_they_pay():

@@ -342,10 +342,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "something else than stages": ({**two("1f1b"), "stages": embed}, "stages: takes a dsjax.Stages"),
     "neither": ({"mesh": {"fsdp": 1}, "stages": None}, "loss: takes a function"),
     "fewer layers than stages": (
-        {"mesh": {"pipeline": 8}}, "mesh.pipeline: 8 stages x 1 virtual need 8 layers, the model has 5; .*=5$",
+        {"mesh": {"pipeline": 8}}, "mesh.pipeline: 8 stages x 1 chunks need 8 layers, the model has 5; .*at most 5$",
     ),
     "fewer layers than chunks": (
-        two("interleaved", virtual_stages=3), "need 6 layers, the model has 5; use .*pipeline.virtual_stages=2$",
+        two("interleaved", virtual_stages=3), "need 6 layers, the model has 5; use pipeline.virtual_stages=2$",
     ),
     "layers for too few stages": (
         {"mesh": {"pipeline": 4}, "pipeline": {"layers": [2, 3]}},
