@@ -71,6 +71,11 @@ class Layout:
         return self.mesh.shape[axis]
 
     @property
+    def batch_shards(self) -> int:
+        """Over how many shards the batch is split."""
+        return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+
+    @property
     def alone(self) -> bool:
         """Whether no axis is left over which anything could be cut here."""
         return all(size == 1 or axis in self.local for axis, size in self.mesh.shape.items())

@@ -115,6 +115,11 @@ class Pipeline:
         self.sums = _zeros((total, weight, _merged(extras, more, lambda a, b: a)))
 
     def _check_layer(self, own: Any, state: Any, number: Any) -> None:
+        if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(self.x)):
+            raise ConfigError(
+                f"stages.embed: gives {_told(self.x)}; what passes from stage to stage is of floating point, since "
+                "gradients come back the same way (numbers and masks come from the batch, by prepare)"
+            )
         (y, _), _ = jax.eval_shape(self.parts.layer, own, state, self.x, number)
         got, want = jax.tree.map(lambda v: (v.shape, v.dtype), (y, self.x))
         if got != want:
@@ -131,7 +136,7 @@ class Pipeline:
         carry = self._ticks(self._tick, carry)
         return carry.sums, carry.layer_grads, carry.rest_grads
 
-    def one_of_each(self, sums: Any, layer_grads: Any, rest_grads: Any) -> tuple[Any, Any, Any]:
+    def one_of_each(self, sums: Any, layer_grads: Any, rest_grads: Any) -> Any:
         """One forward and backward of each of this stage's chunks, of whatever input, without any exchange.
 
         Takes as long as a stage takes for a microbatch; what comes out means nothing.
@@ -143,10 +148,11 @@ class Pipeline:
             made = (_at(carry.inputs, 0), carry.kept, carry.outputs, carry.sums, carry.passed)
             x, carry.kept, carry.outputs, carry.sums, carry.passed = self._forward(row, made)
             carry.inputs = _put(carry.inputs, x, 0)
-            carry = self._backward(row, carry)
+            # One thing after the other, as in a tick.
+            carry = self._backward(row, lax.optimization_barrier(carry))
             if self.work.schedule.weight is not None:
-                carry = self._weight(row, carry)
-        return carry.sums, carry.layer_grads, carry.rest_grads
+                carry = self._weight(row, lax.optimization_barrier(carry))
+        return carry.sums, carry.layer_grads, carry.rest_grads, carry.passed, carry.sent
 
     def _start(self, sums: Any, layer_grads: Any, rest_grads: Any, most: int | None = None) -> _Carry:
         """Empty buffers, of as many slots as the schedule wants or at most so many."""

@@ -142,7 +142,7 @@ def restacked(leaf: Any, held: np.ndarray, wanted: np.ndarray) -> Any:
       held, wanted: int [slots], the layer in each slot, -1 for none; both hold the same layers.
     """
     at = {int(layer): slot for slot, layer in enumerate(held) if layer >= 0}
-    index = np.array([at.get(int(layer), 0) for layer in wanted])
+    index = np.array([at[int(layer)] if layer >= 0 else 0 for layer in wanted])
     if np.array_equal(index, np.arange(leaf.shape[0])) and -1 not in wanted:
         return leaf
     taken = jnp.take(leaf, jnp.asarray(index), axis=0)

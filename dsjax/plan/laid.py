@@ -14,18 +14,20 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from dsjax.aot import Target
 from dsjax.config import Config
+from dsjax.data.rows import empty_rows
 from dsjax.errors import ConfigError
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves
 from dsjax.mesh.axes import SHARD_AXES
 from dsjax.mesh.layout import axes_of_entry
-from dsjax.models import ModelSpec, build
+from dsjax.models import ModelSpec, Stages, build
 from dsjax.plan.compiled import check_mesh
 from dsjax.precision import compute_dtype
 from dsjax.train.assemble import check_batch
 from dsjax.train.losses import language_model_stages
 from dsjax.train.memory import bytes_a_device
 from dsjax.train.optimizers import make_optimizer, make_schedule, optimizer_shardings
-from dsjax.train.stacking import Stacking, microbatches_of, stacking_of
+from dsjax.train.stacking import Stack, Stacking, microbatches_of, stacking_of
+from dsjax.train.stage_costs import Costs, costs_of
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,9 @@ def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
     layout: Any = Layout(over, model.param_axes, stacked=stacking.path if stacking else None)
     layout.check(params)
     if stacking:
-        params = jax.eval_shape(stacking.stored, params)
+        stack = Stack(stacking.path, frozenset(named_leaves(params)))
+        order = np.arange(stacking.partition.layers)
+        params = jax.eval_shape(lambda params: stack.moved(params, order, stacking.slots), params)
     return Laid(config, target, mesh, model, sizes, _state_bytes(config, layout, params), abstract, stacking)
 
 
@@ -171,7 +175,21 @@ def _stacking(config: Config, model: ModelSpec, abstract: nnx.Module, mesh: Any)
     stages = language_model_stages(model.trunk, model.cross_entropy_chunk, config.train.remat)
     rows = config.train.global_batch_size // (batch_shards(mesh) * config.train.gradient_accumulation_steps)
     microbatches = microbatches_of(config.pipeline, mesh.shape["pipeline"], rows)
-    return stacking_of(stages, abstract, mesh, config.pipeline, microbatches)
+    costs = _costs(config, model, stages)
+    return stacking_of(stages, abstract, mesh, config.pipeline, microbatches, costs)
+
+
+# Of the last model that was asked about: a search lays the same one out hundreds of times.
+_known_costs: dict[str, Costs | None] = {}
+
+
+def _costs(config: Config, model: ModelSpec, stages: Stages) -> Costs | None:
+    key = f"{config.model.model_dump_json()} {model.vocab_size} {config.train.sequence_length}"
+    if key not in _known_costs:
+        _known_costs.clear()
+        row = jax.eval_shape(lambda: empty_rows((1, config.train.sequence_length)))
+        _known_costs[key] = costs_of(stages, model.init, row)
+    return _known_costs[key]
 
 
 def _sizes(params: Any) -> Sizes:

@@ -155,7 +155,10 @@ def _alternatives(config: Config, tokenizer: Tokenizer, trainer: Trainer) -> lis
                 continue
             settings = {"gradient_accumulation_steps": microbatches, "remat": remat}
             changed = config.model_copy(update={"train": train.model_copy(update=settings)})
-            program, _ = program_for(changed, list(trainer.mesh.devices.flat), tokenizer.vocab_size)
+            try:
+                program, _ = program_for(changed, list(trainer.mesh.devices.flat), tokenizer.vocab_size)
+            except ConfigError:  # not every combination makes a pipeline
+                continue
             program.compiler_options = trainer.program.compiler_options
             text = " ".join(f"train.{k}={v}" for k, v in settings.items() if v != getattr(train, k))
             found.append((text, program))

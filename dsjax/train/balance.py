@@ -28,7 +28,6 @@ from dsjax.pipelining.simulate import simulate
 from dsjax.train.host_batch import abstract
 from dsjax.train.program import Program
 from dsjax.train.recorder import LAG, Recorder
-from dsjax.train.stacking import is_stacked
 from dsjax.train.stage_costs import Costs
 
 # A stage is told to be slow where it takes so many times as long as the median one for its layers.
@@ -78,6 +77,8 @@ class _Compiled:
     def __init__(self, program: Program, batch: Any):
         self._thread = threading.Thread(target=self._compile, args=(program, batch))
         self._thread.start()
+        if _one_after_the_other(program):
+            self._thread.join()
 
     def _compile(self, program: Program, batch: Any) -> None:
         try:
@@ -146,7 +147,9 @@ class Balancer:
     def _compile(self, program: Program, batch: Any) -> None:
         """Begins to compile the probes of this program and of the next one to try, unless they are there."""
         if program.microbatches not in self._probes:
-            self._probes[program.microbatches] = _Compiled(program, abstract(batch))
+            with self._recorder.progress.busy("compiling the probe of the stages"):
+                self._probes[program.microbatches] = _Compiled(program, abstract(batch))
+            self._recorder.start_clock()
         if self._trial is None and (trial := self._next_trial(program, batch)) is not None:
             self._trial = trial
             self._probes[trial.microbatches] = _Compiled(trial, trial.like_batch(batch))
@@ -154,6 +157,7 @@ class Balancer:
     def _start(self, step: int, program: Program, state: Any, batch: Any) -> None:
         self._compile(program, batch)
         self._timing = _Timing(due=step + LAG + 1)
+        self._waits = _one_after_the_other(program)
         self._after = _after(state.step, program.votes(False))
         self._timing.watch(self._after)
         self._queue(self._probes[program.microbatches].get(), state, batch)
@@ -166,6 +170,8 @@ class Balancer:
         for _ in range(_TIMES):
             _, self._after = probe(state, batch, self._after)
             self._timing.watch(self._after)
+            if self._waits:
+                jax.block_until_ready(self._after)
 
     def _next_trial(self, program: Program, batch: Any) -> Program | None:
         """A program of another number of microbatches that this process's rows allow, not timed before."""
@@ -264,6 +270,14 @@ class Balancer:
         return wanted, state
 
 
+def _one_after_the_other(program: Program) -> bool:
+    """Whether programs are better not queued or compiled beside others.
+
+    The devices of a CPU share its threads: programs that wait for each other's collectives can take them all.
+    """
+    return program.mesh.devices.flat[0].platform == "cpu"
+
+
 def _layout(program: Program) -> dict[str, Any]:
     assert program.stacking is not None
     work = program.stacking.pipelining.work
@@ -336,13 +350,13 @@ def _zeros(shapes: Any) -> Any:
 def _moved(program: Program, wanted: Program, state: Any) -> Any:
     """The state with its layers where another program wants them, one array after the other."""
     assert program.stacking is not None and wanted.stacking is not None
-    held, slots, path = program.stacking.slots, wanted.stacking.slots, program.stacking.path
+    held, slots, stack = program.stacking.slots, wanted.stacking.slots, program.stack
     if np.array_equal(held, slots):
         return state
     places = named_leaves(wanted.state_shardings)
 
     def one(name: str, leaf: Any) -> Any:
-        if not is_stacked(name, leaf.shape, path, len(held)):
+        if not stack.holds(name, leaf.shape, len(held)):
             return leaf
         new = jax.jit(lambda leaf: restacked(leaf, held, slots), out_shardings=places[name])(leaf)
         # Only one array at a time is there twice.

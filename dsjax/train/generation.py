@@ -86,7 +86,7 @@ def without_stages(program: Program, state: State) -> tuple[Program, State]:
     except ConfigError:
         flat = replace(program, mesh=make_mesh({**sizes, "data": sizes["data"] * stages}, devices))
     places = flat.state_shardings
-    move = jax.jit(program.stacking.in_order, out_shardings=(places.params, places.model_state))
+    move = jax.jit(program.in_order, out_shardings=(places.params, places.model_state))
     params, model_state = move((state.params, state.model_state))
     return flat, replace(state, params=params, model_state=model_state)
 

@@ -154,9 +154,11 @@ class _Body:
         data = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), (self.batch, self.places)
         )
-        first = index * self.work.schedule.microbatches
+        first, shards = index * self.work.schedule.microbatches, self.call.layout.batch_shards
+        # Each shard of the batch draws its own random numbers (dropout's depend on the example alone).
+        shard = lax.axis_index(BATCH_AXES)
         stack, rest = (self.layers, self.states), (self.rest, self.others)
-        parts = _parts(self.call, stack, rest, data, lambda m: (self.step, first + m))
+        parts = _parts(self.call, stack, rest, data, lambda m: (self.step, (first + m) * shards + shard))
         return Pipeline(parts, self.work, self.layers, self.states, self.rest)
 
     def nothing(self) -> tuple[Any, Any, Any]:

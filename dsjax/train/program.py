@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax.config.parallel import PipelineConfig
 from dsjax.errors import ConfigError, InputError
-from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, path_name, process_rows
+from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
 from dsjax.models import Stages
 from dsjax.precision import apply_policy
 from dsjax.train.given import Init, check_init, check_patterns
@@ -38,7 +38,7 @@ from dsjax.train.memory import (
 )
 from dsjax.train.optimizers import optimizer_shardings
 from dsjax.train.pipelined import probed, refuse_permutes
-from dsjax.train.stacking import Held, microbatches_of, restack, stacking_of
+from dsjax.train.stacking import Held, Stack, microbatches_of, stacking_of
 from dsjax.train.stage_costs import Costs
 from dsjax.train.state import State, first_state
 from dsjax.train.step import StepParts, eval_step, train_step
@@ -113,6 +113,8 @@ class Program:
         self.stacking = stacking_of(
             recipe.stages, model, self.mesh, self.pipeline, passes, self.costs, self.found
         )
+        path = recipe.stages.layers if recipe.stages else ""
+        self.stack = Stack(path, frozenset(named_leaves(nnx.state(model))))
         # Microbatches a step, over all passes of the pipeline.
         self.microbatches = self.accumulation * passes
         self.layout = Layout(
@@ -208,11 +210,17 @@ class Program:
         return state
 
     def _stored(self, tree: Any) -> Any:
-        return tree if self.stacking is None else self.stacking.stored(tree)
+        """A tree with all layers in order as the pipeline stores it."""
+        if self.stacking is None:
+            return tree
+        return self.stack.moved(tree, np.arange(self.stacking.partition.layers), self.stacking.slots)
 
     def in_order(self, tree: Any) -> Any:
         """A state, or part of one, with its layers in the model's order, whatever the pipeline made of it."""
-        return tree if self.stacking is None else jax.jit(self.stacking.in_order)(tree)
+        if self.stacking is None:
+            return tree
+        slots, layers = self.stacking.slots, np.arange(self.stacking.partition.layers)
+        return jax.jit(lambda tree: self.stack.moved(tree, slots, layers))(tree)
 
     def held(self, facts: Mapping[str, Any]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """How to read a checkpoint whose layers are stored as its facts say.
@@ -222,15 +230,17 @@ class Program:
           read to this program's tree in its places.
         """
         held = Held.of(self.stacking, facts)
+        same = (lambda like: like), (lambda tree: tree)
         if held is None:
-            return lambda like: like, lambda tree: tree
+            return same
         wanted = np.arange(max(held.slots) + 1) if self.stacking is None else self.stacking.slots
-        slots = np.asarray(held.slots)
-        if np.array_equal(slots, wanted):
-            return lambda like: like, lambda tree: tree
+        slots, stack = np.asarray(held.slots), Stack(held.path, self.stack.paths)
+        # Of another number of layers it is refused where shapes are compared.
+        if np.array_equal(slots, wanted) or slots.max() != wanted.max():
+            return same
 
         def placed(tree: Any, places: Any) -> Any:
-            move = jax.jit(lambda tree: restack(tree, held.path, slots, wanted), out_shardings=places)
+            move = jax.jit(lambda tree: stack.moved(tree, slots, wanted), out_shardings=places)
             return move(tree)
 
         def back(tree: Any) -> Any:
@@ -238,7 +248,7 @@ class Program:
             places = self.state_shardings if whole else {n: getattr(self.state_shardings, n) for n in tree}
             return placed(tree, places)
 
-        return lambda like: held.like(like, wanted), back
+        return lambda like: held.like(like, wanted, stack), back
 
     def layers_held(self) -> dict[str, Any] | None:
         """What a checkpoint says of how its layers are stored; None: in order."""

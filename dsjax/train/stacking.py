@@ -55,35 +55,37 @@ class Stacking:
             f"a pass, bubble {idle:.1%} if stages are equal"
         )
 
-    def stored(self, tree: Any, held: Sequence[int] | None = None) -> Any:
-        """A tree with its stacks in this stacking's slots.
 
-        Args:
-          tree: a state, or part of one; its leaves are known by their names.
-          held: the layer in each slot now; default: all layers in order.
-        """
-        now = np.arange(self.partition.layers) if held is None else np.asarray(held)
-        return restack(tree, self.path, now, self.slots)
+@dataclass(frozen=True)
+class Stack:
+    """Which leaves of a state (parameters, moments of them, random streams) are of the stack of layers.
 
-    def in_order(self, tree: Any) -> Any:
-        """The opposite: a tree with all layers in order and no unused slots."""
-        return restack(tree, self.path, self.slots, np.arange(self.partition.layers))
+    Attributes:
+      path: the stack's, in the model.
+      paths: those of all of the model's variables.
+    """
 
+    path: str
+    paths: frozenset[str]
 
-def restack(tree: Any, path: str, held: np.ndarray, wanted: np.ndarray) -> Any:
-    """A tree whose stacks lie in the slots `held` with them in the slots `wanted`."""
-    if np.array_equal(held, wanted):
-        return tree
+    def holds(self, name: str, shape: Sequence[int], slots: int) -> bool:
+        """Whether a leaf of so many slots is one; its name ends with that of its variable."""
+        if not shape or shape[0] != slots:
+            return False
+        parts = name.split("/")
+        ends = ("/".join(parts[i:]) for i in range(len(parts)))
+        owner = next((end for end in ends if end in self.paths), "")
+        return owner.startswith(f"{self.path}/")
 
-    def one(name: str, leaf: Any) -> Any:
-        return restacked(leaf, held, wanted) if is_stacked(name, leaf.shape, path, len(held)) else leaf
+    def moved(self, tree: Any, held: np.ndarray, wanted: np.ndarray) -> Any:
+        """A tree whose stacks lie in the slots `held` with them in the slots `wanted`."""
+        if np.array_equal(held, wanted):
+            return tree
 
-    return map_named(one, tree)
+        def one(name: str, leaf: Any) -> Any:
+            return restacked(leaf, held, wanted) if self.holds(name, leaf.shape, len(held)) else leaf
 
-
-def is_stacked(name: str, shape: Sequence[int], path: str, slots: int) -> bool:
-    """Whether a leaf (a parameter, a moment of one, a random stream) is of the stack of layers."""
-    return f"/{path}/" in f"/{name}/" and len(shape) > 0 and shape[0] == slots
+        return map_named(one, tree)
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,11 @@ class Held:
         """As JSON."""
         return {"path": self.path, "slots": list(self.slots)}
 
-    def like(self, abstract: Any, wanted: np.ndarray) -> Any:
+    def like(self, abstract: Any, wanted: np.ndarray, stack: Stack) -> Any:
         """An abstract tree whose stacks have the slots `wanted`, with this one's."""
 
         def one(name: str, leaf: Any) -> Any:
-            if not is_stacked(name, leaf.shape, self.path, len(wanted)):
+            if not stack.holds(name, leaf.shape, len(wanted)):
                 return leaf
             mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
             if len(self.slots) % mesh.shape["pipeline"]:

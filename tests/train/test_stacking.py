@@ -1,0 +1,95 @@
+"""Layers in slots: which leaves are the stack's, and checkpoints of other depths."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import dsjax
+from dsjax.pipelining.partition import Partition
+from dsjax.train.stacking import Held, Stack
+
+
+class Layer(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+
+class Tail(nnx.Module):
+    """Holds a stack of its own, as deep as the model's and of the same name."""
+
+    def __init__(self, depth, *, rngs):
+        self.layers = dsjax.stacked(lambda rngs: Layer(rngs=rngs), depth, rngs)
+
+
+class Net(nnx.Module):
+    def __init__(self, depth, *, rngs):
+        self.layers = dsjax.stacked(lambda rngs: Layer(rngs=rngs), depth, rngs)
+        self.tail = Tail(depth, rngs=rngs)
+
+
+def _head(model, x, batch):
+    for kernel in model.tail.layers.linear.kernel[...]:
+        x = x + jnp.tanh(x @ kernel)
+    return jnp.sum(x**2), jnp.float32(x.shape[0])
+
+
+def _trainer(place, stages, depth=5, **pipeline):
+    return dsjax.Trainer(
+        init=lambda rngs: Net(depth, rngs=rngs),
+        stages=dsjax.Stages(
+            embed=lambda model, batch: batch["x"],
+            layer=lambda layer, x, batch: x + jnp.tanh(layer.linear(x)),
+            head=_head,
+        ),
+        optimizer=optax.adam,
+        learning_rate=1e-2,
+        mesh={"pipeline": stages},
+        devices=jax.devices()[:stages],
+        pipeline={"microbatches": 2, **pipeline},
+        run={"dir": str(place)},
+    )
+
+
+def test_another_stack_of_the_same_name_stays_as_it_is(tmp_path):
+    batch = {"x": np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)}
+    losses = []
+    for stages in (1, 2):
+        trainer = _trainer(tmp_path / str(stages), stages, layers=[2, 3])
+        state = trainer.init()
+        for _ in range(3):
+            state, metrics = trainer.step(state, batch)
+            losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-5)
+    assert state.params["tail"]["layers"]["linear"]["kernel"][...].shape[0] == 5
+    assert state.params["layers"]["linear"]["kernel"][...].shape[0] == 6
+
+
+def test_a_checkpoint_of_another_depth_is_refused(tmp_path):
+    trainer = _trainer(tmp_path, 2)
+    trainer.save(trainer.init())
+    for depth in (3, 7):
+        with pytest.raises(dsjax.InputError, match="does not match this model"):
+            _trainer(tmp_path, 2, depth).restore()
+
+
+def test_a_leaf_belongs_to_the_variable_whose_name_it_ends_with():
+    stack = Stack("layers", frozenset({"layers/w", "tail/layers/w", "b"}))
+    assert stack.holds("layers/w", (4, 2), 4) and stack.holds("opt_state/0/mu/layers/w", (4, 2), 4)
+    assert not stack.holds("opt_state/0/mu/tail/layers/w", (4, 2), 4)
+    assert (
+        not stack.holds("layers/w", (5, 2), 4)
+        and not stack.holds("b", (4,), 4)
+        and not stack.holds("step", (), 4)
+    )
+
+
+def test_what_a_checkpoint_holds_tells_the_stages_that_made_it():
+    for partition in (Partition(2, 1, (3, 2)), Partition(2, 2, (1, 2, 1, 1)), Partition(4, 1, (1, 2, 1, 1))):
+        held = Held("layers", tuple(map(int, partition.slots)))
+        assert held.counts(partition.stages, partition.virtual) == partition.counts
+    assert Held("layers", (0, 1, 2, 3, 4)).counts(2, 1) is None
