@@ -10,10 +10,10 @@ Runs in the body of a shard_map over `pipeline` and the batch's axes.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -88,10 +88,13 @@ class Pipeline:
     Args:
       layers, states: this stage's layers [virtual * layers, ...]: parameters, other variables.
       rest: parameters before and after the layers, as `embed` and `head` use them.
+      ordered: collectives run one after the other, as the devices of a CPU want it.
     """
 
-    def __init__(self, parts: Parts, work: Work, layers: Any, states: Any, rest: Any):
-        self.parts, self.work = parts, work
+    def __init__(
+        self, parts: Parts, work: Work, layers: Any, states: Any, rest: Any, *, ordered: bool = False
+    ):
+        self.parts, self.work, self.ordered = parts, work, ordered
         self.layers, self.states, self.rest = layers, states, rest
         self.stage = lax.axis_index(AXIS)
         self.recompute = work.slots.keep == "inputs"
@@ -141,17 +144,15 @@ class Pipeline:
 
         Takes as long as a stage takes for a microbatch; what comes out means nothing.
         """
+        shape = (self.work.schedule.virtual, self.work.schedule.stages)
+        tables = {
+            name: np.full(shape, -1) if name.startswith("store") else np.zeros(shape, int)
+            for name in self._tables()
+        }
+        units = np.arange(shape[0])[:, None] * self.work.schedule.microbatches + np.zeros(shape, int)
+        tables.update(dict.fromkeys(tables.keys() & {"forward", "backward", "weight"}, units))
         carry = self._start(sums, layer_grads, rest_grads, 1)
-        for chunk in range(self.work.schedule.virtual):
-            unit = jnp.int32(chunk * self.work.schedule.microbatches)
-            row: dict[str, Any] = defaultdict(lambda: 0, forward=unit, backward=unit, weight=unit)
-            made = (_at(carry.inputs, 0), carry.kept, carry.outputs, carry.sums, carry.passed)
-            x, carry.kept, carry.outputs, carry.sums, carry.passed = self._forward(row, made)
-            carry.inputs = _put(carry.inputs, x, 0)
-            # One thing after the other, as in a tick.
-            carry = self._backward(row, lax.optimization_barrier(carry))
-            if self.work.schedule.weight is not None:
-                carry = self._weight(row, lax.optimization_barrier(carry))
+        carry = self._ticks(partial(self._tick, alone=True), carry, tables)
         return carry.sums, carry.layer_grads, carry.rest_grads, carry.passed, carry.sent
 
     def _start(self, sums: Any, layer_grads: Any, rest_grads: Any, most: int | None = None) -> _Carry:
@@ -174,18 +175,20 @@ class Pipeline:
             passed=_zeros(self.x),
         )  # fmt: skip
 
-    def _ticks(self, tick: Callable[[Any, dict[str, jax.Array]], Any], carry: Any) -> Any:
-        """Runs `tick(carry, this stage's row of the tables)` over all ticks."""
-        tables = self._tables()
+    def _ticks(self, tick: Callable[[Any, dict[str, jax.Array]], Any], carry: Any, tables: Any = None) -> Any:
+        """Runs `tick(carry, this stage's row of the tables)` over all ticks; of the schedule's tables by default."""
+        tables = self._tables() if tables is None else tables
+        count = len(tables["forward"])
+        tables = {name: jnp.asarray(table) for name, table in tables.items()}
 
         def one(t: Any, carry: Any) -> Any:
             return tick(carry, {name: table[t, self.stage] for name, table in tables.items()})
 
         # To XLA the number of ticks is unknown: it would write two of them out, and compile twice as much.
         first = lax.optimization_barrier(jnp.int32(0))
-        return lax.fori_loop(first, self.work.schedule.ticks, one, carry)
+        return lax.fori_loop(first, count, one, carry)
 
-    def _tables(self) -> dict[str, jax.Array]:
+    def _tables(self) -> dict[str, np.ndarray]:
         """The tables that say what is done and where things lie: [ticks, stages]."""
         schedule, slots = self.work.schedule, self.work.slots
         tables = {"forward": schedule.forward, "backward": schedule.backward}
@@ -198,15 +201,17 @@ class Pipeline:
         if self.one_a_tick:
             tables["store_input"] = np.roll(tables["store_input"], 1, axis=0)
             tables["store_input"][0] = -1
-        return {name: jnp.asarray(table) for name, table in tables.items()}
+        return tables
 
-    def _tick(self, carry: _Carry, row: dict[str, jax.Array]) -> _Carry:
-        came = self._handed(carry.sent, -1)
+    def _tick(self, carry: _Carry, row: dict[str, jax.Array], alone: bool = False) -> _Carry:
+        handed = (lambda x, by: x) if alone else self._handed
+        came = handed(carry.sent, -1)
         if self.one_a_tick:
-            carry.inputs = _put_if(carry.inputs, self._handed(carry.passed, 1), row["store_input"])
+            carry.inputs = _put_if(carry.inputs, handed(carry.passed, 1), row["store_input"])
         # Of the stash the forward gets its input alone: what passes through nested loops is copied.
         x = _at(carry.inputs, jnp.maximum(row["read_input"], 0))
         made = (x, carry.kept, carry.outputs, carry.sums, carry.passed)
+        row["forward"] = self._after(came, row["forward"])
         with jax.named_scope(FORWARD):
             made = _when(row["forward"] >= 0, lambda made, row: self._forward(row, made), made, row)
         # The gradient is looked at only now, so that it may travel until now.
@@ -215,7 +220,8 @@ class Pipeline:
         carry.gradients = _put_if(carry.gradients, came, row["store_gradient"])
         embedded = (row["forward"] >= 0) & self._unit(row["forward"])[3]
         carry.inputs = _put_if(carry.inputs, x, jnp.where(embedded, row["read_input"], -1))
-        arrived = None if self.one_a_tick else self._handed(carry.passed, 1)
+        arrived = None if self.one_a_tick else handed(carry.passed, 1)
+        row["backward"] = self._after(arrived, row["backward"])
         with jax.named_scope(BACKWARD):
             carry = _when(row["backward"] >= 0, lambda carry, row: self._backward(row, carry), carry, row)
         if self.one_a_tick:
@@ -224,6 +230,16 @@ class Pipeline:
         else:
             carry.inputs = _put_if(carry.inputs, arrived, row["store_input"])
         return carry
+
+    def _after(self, came: Any, unit: jax.Array) -> jax.Array:
+        """The unit to run; on a CPU it is known only once what a neighbour sent is there.
+
+        The devices of a CPU share its threads: one that waits for a neighbour and one that waits for its shards'
+        collectives could take them all, so every device goes through its collectives in the same order.
+        """
+        if came is None or not self.ordered:
+            return unit
+        return jnp.where(self.stage < 0, jax.tree.leaves(came)[0].ravel()[0].astype(unit.dtype), unit)
 
     def _handed(self, x: Any, by: int) -> Any:
         """Each stage's x to the next one (by=1) or the one before (by=-1), round in a ring."""

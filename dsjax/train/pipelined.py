@@ -159,7 +159,8 @@ class _Body:
         shard = lax.axis_index(BATCH_AXES)
         stack, rest = (self.layers, self.states), (self.rest, self.others)
         parts = _parts(self.call, stack, rest, data, lambda m: (self.step, (first + m) * shards + shard))
-        return Pipeline(parts, self.work, self.layers, self.states, self.rest)
+        on_cpu = self.call.layout.mesh.devices.flat[0].platform == "cpu"
+        return Pipeline(parts, self.work, self.layers, self.states, self.rest, ordered=on_cpu)
 
     def nothing(self) -> tuple[Any, Any, Any]:
         """Sums and gradients before the first microbatch."""
