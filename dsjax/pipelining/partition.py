@@ -95,6 +95,7 @@ def balanced(
     last: float = 0.0,
     pace: Sequence[float] | None = None,
     last_share: float = 1.0,
+    most: int | None = None,
 ) -> Partition:
     """The partition whose slowest virtual stage is fastest: dynamic programming over cuts.
 
@@ -104,6 +105,7 @@ def balanced(
       layers: cost of each layer.
       first, last: cost of the embedding and of the head, on the first and the last virtual stage.
       pace: seconds per cost of each stage, relative; equal by default.
+      most: layers of a virtual stage at most.
       last_share: what a layer costs on the last virtual stage, as a share of its cost.
 
     Raises:
@@ -122,7 +124,7 @@ def balanced(
         extra = (first if k == 1 else 0.0) + (last if k == parts else 0.0)
         share = last_share if k == parts else 1.0
         for j in range(k, total - (parts - k) + 1):
-            for i in range(k - 1, j):
+            for i in range(max(k - 1, j - (most or total)), j):
                 time = paces[(k - 1) % stages] * (share * (sums[j] - sums[i]) + extra)
                 worst, square = max(best[k - 1, i], time), spread[k - 1, i] + time * time
                 if (worst, square) < (best[k, j], spread[k, j]):

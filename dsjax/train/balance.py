@@ -197,7 +197,7 @@ class Balancer:
     ) -> tuple[Program, Any]:
         seconds = _agreed(program, timing.seconds(0))
         self._tell(step, program, seconds)
-        wanted = self._wanted(program, seconds)
+        wanted = self._wanted(program, batch, seconds)
         if wanted is None and self._trial is not None:
             wanted = self._resized(program, batch, seconds, _agreed(program, timing.seconds(1)))
         if self._trial is not None:
@@ -219,7 +219,7 @@ class Balancer:
                 "layers take elsewhere"
             )
 
-    def _wanted(self, program: Program, seconds: np.ndarray) -> tuple[Program, float] | None:
+    def _wanted(self, program: Program, batch: Any, seconds: np.ndarray) -> tuple[Program, float] | None:
         """The program of a better partition, and what it saves; None where it does not pay."""
         assert program.stacking is not None
         now, recompute, pace = program.stacking.partition, _recompute(program), _pace(program, seconds)
@@ -228,7 +228,16 @@ class Balancer:
         set_by_hand = program.pipeline.layers is not None
         if set_by_hand or best.counts == now.counts or gain < program.pipeline.rebalance_gain:
             return None
-        return replace(program, found=best.counts), gain
+        return self._fitting(replace(program, found=best.counts), batch, gain)
+
+    def _fitting(self, wanted: Program, batch: Any, gain: float) -> tuple[Program, float] | None:
+        """The program and its gain, its step compiled; None where it does not fit."""
+        try:
+            with self._recorder.progress.busy("compiling the step with other stages"):
+                wanted.step(wanted.like_batch(batch))
+        except OutOfDeviceMemory:
+            return None
+        return wanted, gain
 
     def _resized(
         self, program: Program, batch: Any, seconds: np.ndarray, others: np.ndarray
@@ -242,12 +251,7 @@ class Balancer:
         )
         if 1 - then / now < program.pipeline.rebalance_gain:
             return None
-        try:
-            with self._recorder.progress.busy("compiling the step with other microbatches"):
-                trial.step(trial.like_batch(batch))
-        except OutOfDeviceMemory:
-            return None
-        return trial, 1 - then / now
+        return self._fitting(trial, batch, 1 - then / now)
 
     def _move(
         self, step: int, program: Program, state: Any, wanted: Program, gain: float, seconds: np.ndarray

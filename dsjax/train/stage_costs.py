@@ -47,15 +47,26 @@ class Costs:
     ) -> Partition:
         """The partition whose slowest virtual stage is fastest.
 
+        Without a measured pace no stage gets more than one layer above the even share, and that only where the
+        share is eight or more: every stage has slots for as many layers as the longest.
+
         Args:
           pace: seconds per cost of each stage, relative; equal by default.
         """
         paces = [1.0] * stages if pace is None else list(pace)
-        turn = 4.0 if recompute else 3.0
+        turn, share = 4.0 if recompute else 3.0, -(-layers // (stages * virtual))
+        most = None if pace is not None else share + (share >= 8)
         first, last = 3.0 * self.first / self.layer, 3.0 * self.last / self.layer
         # Of the last virtual stage's layers each costs less where their forward is left out.
         return balanced(
-            [turn] * layers, stages, virtual, first=first, last=last, pace=paces, last_share=3.0 / turn
+            [turn] * layers,
+            stages,
+            virtual,
+            first=first,
+            last=last,
+            pace=paces,
+            last_share=3.0 / turn,
+            most=most,
         )
 
 
