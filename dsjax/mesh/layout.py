@@ -71,11 +71,6 @@ class Layout:
         return self.mesh.shape[axis]
 
     @property
-    def batch_shards(self) -> int:
-        """Over how many shards the batch is split."""
-        return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-
-    @property
     def alone(self) -> bool:
         """Whether no axis is left over which anything could be cut here."""
         return all(size == 1 or axis in self.local for axis, size in self.mesh.shape.items())
@@ -387,22 +382,50 @@ def _gather_one(layout: Layout, path: str, leaf: Any) -> Any:
         leaf = leaf.astype(layout.gather_dtype)
     if not layout.alone:
         leaf = _resharded(leaf, layout.place(used), tuple(layout.place(spec) for spec in back))
-    return gather_local(layout, path, leaf, SHARD_AXES)
+    return gather_local(layout, path, leaf, SHARD_AXES, used)
 
 
-def gather_local(layout: Layout, path: str, leaf: jax.Array, axes: Sequence[str]) -> jax.Array:
+def gather_local(layout: Layout, path: str, leaf: jax.Array, axes: Sequence[str], cut: P) -> jax.Array:
     """A parameter gathered over those of the axes that are left behind; its gradient is summed and scattered.
 
     Args:
       leaf: this device's part; of a stacked parameter also the slice of one layer.
+      cut: how the axes that are left to the compiler cut it.
     """
     spec = layout.places.get(path, P())
     entries = spec[len(spec) - leaf.ndim :] if len(spec) > leaf.ndim else spec
-    for dimension, entry in enumerate(entries):
-        for axis in reversed(axes_of_entry(entry)):
-            if axis in axes and axis in layout.local:
-                leaf = jax.lax.all_gather(leaf, axis, axis=dimension, tiled=True)
-    return leaf
+    steps = [(i, axis) for i, entry in enumerate(entries) for axis in axes_of_entry(entry)]
+    steps = [(i, axis) for i, axis in steps if axis in axes and axis in layout.local]
+    if not steps:
+        return leaf
+
+    def whole(x: jax.Array) -> jax.Array:
+        for dimension, axis in reversed(steps):
+            x = jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
+        return x
+
+    def parts(g: jax.Array) -> jax.Array:
+        for dimension, axis in steps:
+            g = jax.lax.psum_scatter(g, axis, scatter_dimension=dimension, tiled=True)
+        return g
+
+    gather, scatter = (on_own_part(layout, f, cut, {i for i, _ in steps}) for f in (whole, parts))
+    moved = jax.custom_vjp(gather)
+    moved.defvjp(lambda x: (gather(x), None), lambda _, g: (scatter(g),))
+    return moved(leaf)
+
+
+def on_own_part(
+    layout: Layout, function: Callable[[jax.Array], jax.Array], cut: P, dimensions: set[int]
+) -> Callable[[jax.Array], jax.Array]:
+    """A collective over axes that are left behind, on what each device really holds.
+
+    Of an array that the compiler has cut over other axes it would make a whole one first. Along a dimension that it
+    has cut itself it has to be asked all the same: there the parts lie in another order.
+    """
+    if any(axes_of_entry(entry) for i, entry in enumerate(cut) if i in dimensions):
+        return function
+    return layout.shard_map(function, (cut,), cut)
 
 
 def axes_of_entry(entry: Any) -> tuple[str, ...]:

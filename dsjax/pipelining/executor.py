@@ -105,25 +105,25 @@ class Pipeline:
         own, state = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (layers, states)
         )
-        self._check_layer(own, state, number)
+        (y, _), extras = jax.eval_shape(parts.layer, own, state, self.x, number)
+        self._check_passed(y)
         self.vjp = LayerVjp(parts.layer, own, state, self.x, number)
         self.crossing: list[Any] = []
         if work.schedule.weight is not None:
             self.crossing = self.vjp.split(
                 own, state, number, (self.x, jax.ShapeDtypeStruct((), jnp.float32))
             )
-        _, extras = jax.eval_shape(parts.layer, own, state, self.x, number)
         total, (weight, more) = jax.eval_shape(parts.head, rest, self.x, number)
         self.layer_extras = _zeros(extras)
         self.sums = _zeros((total, weight, _merged(extras, more, lambda a, b: a)))
 
-    def _check_layer(self, own: Any, state: Any, number: Any) -> None:
+    def _check_passed(self, y: Any) -> None:
+        """Refuses what cannot pass from stage to stage; y is what a layer makes of x."""
         if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(self.x)):
             raise ConfigError(
                 f"stages.embed: gives {_told(self.x)}; what passes from stage to stage is of floating point, since "
                 "gradients come back the same way (numbers and masks come from the batch, by prepare)"
             )
-        (y, _), _ = jax.eval_shape(self.parts.layer, own, state, self.x, number)
         got, want = jax.tree.map(lambda v: (v.shape, v.dtype), (y, self.x))
         if got != want:
             raise ConfigError(
@@ -145,12 +145,10 @@ class Pipeline:
         Takes as long as a stage takes for a microbatch; what comes out means nothing.
         """
         shape = (self.work.schedule.virtual, self.work.schedule.stages)
-        tables = {
-            name: np.full(shape, -1) if name.startswith("store") else np.zeros(shape, int)
-            for name in self._tables()
-        }
-        units = np.arange(shape[0])[:, None] * self.work.schedule.microbatches + np.zeros(shape, int)
-        tables.update(dict.fromkeys(tables.keys() & {"forward", "backward", "weight"}, units))
+        tables = {name: np.full(shape, -name.startswith("store"), np.int32) for name in self._tables()}
+        units = np.arange(shape[0], dtype=np.int32)[:, None] * self.work.schedule.microbatches
+        for name in tables.keys() & {"forward", "backward", "weight"}:
+            tables[name] = np.broadcast_to(units, shape)
         carry = self._start(sums, layer_grads, rest_grads, 1)
         carry = self._ticks(partial(self._tick, alone=True), carry, tables)
         return carry.sums, carry.layer_grads, carry.rest_grads, carry.passed, carry.sent

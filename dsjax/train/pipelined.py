@@ -7,6 +7,7 @@ and cross the data axes once, at the end.  `tensor` and `context` stay with the 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,9 +19,18 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import ConfigError
-from dsjax.mesh import BATCH_AXES, Layout, gather_all, gathered, map_named, named_leaves, use_layout
+from dsjax.mesh import (
+    BATCH_AXES,
+    Layout,
+    batch_shards,
+    gather_all,
+    gathered,
+    map_named,
+    named_leaves,
+    use_layout,
+)
 from dsjax.mesh.axes import SHARD_AXES
-from dsjax.mesh.layout import axes_of_entry, gather_local
+from dsjax.mesh.layout import axes_of_entry, gather_local, on_own_part
 from dsjax.models import Stages
 from dsjax.pipelining.executor import AXIS, UNITS, Parts, Pipeline, Work
 from dsjax.pipelining.schedule import forward_only
@@ -81,15 +91,8 @@ def pipelined(
       batch: arrays [A * M, rows, ...]: M microbatches a pass of the pipeline, A passes.
     """
     body, specs, arguments = _set_up(graph, layout, pipelining, state, batch)
-    mapped = jax.shard_map(
-        lambda *arguments: body(lambda stages: stages.gradients(), *arguments),
-        mesh=layout.mesh,
-        axis_names=set(local_axes(layout)),
-        in_specs=specs,
-        out_specs=(P(), specs[0]),
-        check_vma=False,
-    )
-    return mapped(*arguments)
+    gradients = partial(body, lambda stages: stages.gradients())
+    return _mapped(layout, gradients, specs, (P(), specs[0]))(*arguments)
 
 
 def probed(
@@ -104,15 +107,20 @@ def probed(
       Numbers that mean nothing, and int32 [devices], zeros: each there when its device is done.
     """
     body, specs, arguments = _set_up(graph, layout, pipelining, state, batch)
-    mapped = jax.shard_map(
-        lambda *arguments: body(lambda stages: stages.probe(), *arguments),
+    probe = partial(body, lambda stages: stages.probe())
+    return _mapped(layout, probe, specs, P((AXIS, *BATCH_AXES)))(*arguments), after * 2
+
+
+def _mapped(layout: Layout, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """`function` inside the shard_map that all of this runs in."""
+    return jax.shard_map(
+        function,
         mesh=layout.mesh,
         axis_names=set(local_axes(layout)),
-        in_specs=specs,
-        out_specs=P((AXIS, *BATCH_AXES)),
+        in_specs=in_specs,
+        out_specs=out_specs,
         check_vma=False,
     )
-    return mapped(*arguments), after * 2
 
 
 def _set_up(
@@ -154,7 +162,7 @@ class _Body:
         data = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), (self.batch, self.places)
         )
-        first, shards = index * self.work.schedule.microbatches, self.call.layout.batch_shards
+        first, shards = index * self.work.schedule.microbatches, batch_shards(self.call.layout.mesh)
         # Each shard of the batch draws its own random numbers (dropout's depend on the example alone).
         shard = lax.axis_index(BATCH_AXES)
         stack, rest = (self.layers, self.states), (self.rest, self.others)
@@ -162,19 +170,17 @@ class _Body:
         on_cpu = self.call.layout.mesh.devices.flat[0].platform == "cpu"
         return Pipeline(parts, self.work, self.layers, self.states, self.rest, ordered=on_cpu)
 
-    def nothing(self) -> tuple[Any, Any, Any]:
-        """Sums and gradients before the first microbatch."""
-        sums = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: self.pipeline(0).sums)
-        )
+    def start(self) -> tuple[Pipeline, tuple[Any, Any, Any]]:
+        """The first pass's pipeline, and sums and gradients before its first microbatch."""
+        first = self.pipeline(0)
         zeros = map_named(partial(_accumulator, self.call.layout), self.params)
-        return sums, *self.call.split(zeros)
+        return first, (first.sums, *self.call.split(zeros))
 
     def gradients(self) -> tuple[Any, Any]:
         """Sums over all devices, and gradients as their parameters lie."""
-        passes, carry = self.places.shape[0], self.nothing()
-        if passes == 1:
-            carry = self.pipeline(0).gradients(*carry)
+        first, carry = self.start()
+        if (passes := self.places.shape[0]) == 1:
+            carry = first.gradients(*carry)
         else:
             carry = lax.fori_loop(0, passes, lambda i, carry: self.pipeline(i).gradients(*carry), carry)
         grads = map_named(partial(_reduced, self.call.layout), self.call.whole(*carry[1:]))
@@ -182,7 +188,8 @@ class _Body:
 
     def probe(self) -> jax.Array:
         """float32 [1], made of all that a forward and a backward of this device's stage give."""
-        carry = self.pipeline(0).one_of_each(*self.nothing())
+        first, start = self.start()
+        carry = first.one_of_each(*start)
         return jnp.stack([jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(carry)]).sum()[None]
 
 
@@ -247,9 +254,7 @@ def evaluated(
     """
     call = _Call(graph, pipelining.stages, _inside(layout, params, model_state), False)
     schedule, rows = pipelining.work.schedule, jax.tree.leaves(batch)[0].shape[0]
-    shards = 1
-    for axis in BATCH_AXES:
-        shards *= layout.axis_size(axis)
+    shards = batch_shards(layout.mesh)
     shared = rows % shards == 0
     each = rows // shards if shared else rows
     count = next(n for n in range(min(schedule.microbatches, each), 0, -1) if each % n == 0)
@@ -264,16 +269,9 @@ def evaluated(
             sums = stages.pipeline(0).evaluation()
         return lax.psum(sums, call.layout.local if shared else AXIS)
 
+    specs = [_manual_specs(call.layout, tree) for tree in (params, model_state)]
     rows_spec = P(BATCH_AXES) if shared else P()
-    mapped = jax.shard_map(
-        body,
-        mesh=layout.mesh,
-        axis_names=set(local_axes(layout)),
-        in_specs=(*(_manual_specs(call.layout, tree) for tree in (params, model_state)), rows_spec),
-        out_specs=P(),
-        check_vma=False,
-    )
-    return mapped(params, model_state, batch)
+    return _mapped(layout, body, (*specs, rows_spec), P())(params, model_state, batch)
 
 
 def refuse_permutes(program: str) -> None:
@@ -334,19 +332,26 @@ def _over_stages(layout: Layout, tree: Any) -> Any:
         matrix = len(layout.names_of(path) or ()) >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
         if matrix and layout.gather_dtype is not None:
             leaf = leaf.astype(layout.gather_dtype)
-        return gather_local(layout, path, leaf, (AXIS,))
+        return gather_local(layout, path, leaf, (AXIS,), _left(layout, path))
 
     return map_named(one, tree)
+
+
+def _left(layout: Layout, path: str, without: Sequence[str] = ()) -> P:
+    """How the axes that are left to the compiler cut a parameter."""
+    return _only(layout.places[path], lambda axis: axis not in layout.local and axis not in without)
+
+
+def _accumulated(layout: Layout, path: str) -> P:
+    """The same of its gradient while it adds up: of a parameter that was gathered once a step, the whole."""
+    return _left(layout, path, SHARD_AXES if layout.fsdp_gather == "step" else ())
 
 
 def _accumulator(layout: Layout, path: str, leaf: Any) -> jax.Array:
     zeros = jnp.zeros(leaf.shape, jnp.float32)
     if layout.alone:
         return zeros
-    gone = (*layout.local, *(SHARD_AXES if layout.fsdp_gather == "step" else ()))
-    return lax.with_sharding_constraint(
-        zeros, layout.place(_only(layout.places[path], lambda a: a not in gone))
-    )
+    return lax.with_sharding_constraint(zeros, layout.place(_accumulated(layout, path)))
 
 
 def _reduced(layout: Layout, path: str, grad: jax.Array) -> jax.Array:
@@ -354,15 +359,19 @@ def _reduced(layout: Layout, path: str, grad: jax.Array) -> jax.Array:
 
     Where parameters are gathered by layer their gradients were scattered over `fsdp` there.
     """
-    spec, stacked = layout.places[path], layout.in_stack(path)
-    cut = set()
-    for dimension, entry in enumerate(spec):
-        for axis in axes_of_entry(entry):
-            if axis not in layout.local:
-                continue
-            cut.add(axis)
-            gathered_here = axis == AXIS if not stacked else False
-            if gathered_here or (axis in SHARD_AXES and layout.fsdp_gather == "step"):
-                grad = lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
+    cuts = [(i, axis) for i, entry in enumerate(layout.places[path]) for axis in axes_of_entry(entry)]
+    cuts = [(i, axis) for i, axis in cuts if axis in layout.local]
+    scattered = (
+        *(() if layout.in_stack(path) else (AXIS,)),
+        *(SHARD_AXES if layout.fsdp_gather == "step" else ()),
+    )
+    steps = [(i, axis) for i, axis in cuts if axis in scattered]
+    cut = {axis for _, axis in cuts}
     left = tuple(a for a in layout.local if a not in cut and layout.axis_size(a) > 1)
-    return lax.psum(grad, left) if left else grad
+
+    def reduced(grad: jax.Array) -> jax.Array:
+        for dimension, axis in steps:
+            grad = lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
+        return lax.psum(grad, left) if left else grad
+
+    return on_own_part(layout, reduced, _accumulated(layout, path), {i for i, _ in steps})(grad)
