@@ -19,7 +19,7 @@ def temporary(laid: Laid, in_a_layer: float) -> float:
     rest, whole = _rest(laid)
     carried = stash(laid) + 2 * activation(laid) + _workspace(laid) + _gradients(laid)
     ends = 2 if not laid.sizes.tied else 1
-    # Gathered over the stages in fp32, and turned round; afterwards each device takes its columns.
+    # Gathered over the stages, and turned round; afterwards each device takes its columns.
     before = (1 + 1 / ends) * whole + _gathered_once(laid)
     within = rest + _gathered_once(laid) + max(_in_the_head(laid), in_a_layer)
     return carried + max(before, within)
@@ -100,11 +100,11 @@ def _gradients(laid: Laid) -> float:
 
 
 def _rest(laid: Laid) -> tuple[float, float]:
-    """Bytes of embedding and head in fp32 as stages hold them, and as they come out of the gather over stages.
+    """Bytes of embedding and head as stages hold them, and as they come out of the gather over stages.
 
     Cut over `pipeline` and `tensor` along the same dimension they are gathered over both.
     """
-    held = 4 * _ends(laid) / (laid.tensor * laid.shards)
+    held = laid.item * _ends(laid) / (laid.tensor * laid.shards)
     return held, held * (laid.mesh["tensor"] if laid.ends_gathered_over_tensor else 1)
 
 
@@ -117,5 +117,4 @@ def _gathered_once(laid: Laid) -> float:
 
 def _in_the_head(laid: Laid) -> float:
     """Bytes that are live beside those in the head: its gradient, before and after a chunk's is added, and itself."""
-    head = laid.sizes.hidden * laid.sizes.vocabulary / laid.tensor
-    return (2 * 4 + 2 * laid.item) * head + 4 * head / laid.shards
+    return (2 * 4 + 2 * laid.item) * laid.sizes.hidden * laid.sizes.vocabulary / laid.tensor

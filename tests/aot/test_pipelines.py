@@ -25,6 +25,7 @@ STEPS = {
         {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 4},
         {},
     ),
+    "1f1b, fsdp, tensor": ({"pipeline": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 4}, {}),
     "zero_bubble": ({"pipeline": 4, "data": 2}, {"schedule": "zero_bubble", "microbatches": 6}, {}),
 }
 UNITS = (FORWARD, BACKWARD, WEIGHT)
@@ -100,6 +101,17 @@ def test_parameters_gathered_by_layer_are_gathered_in_the_units():
         assert of_layers <= moved <= of_layers + 8 * 2 * 512 * HIDDEN
     matrices = found.inspection.collectives.over("fsdp").of("all-gather").at_least(layer // 8)
     assert not outside(matrices).where(lambda c: len(c.loops) > 0)
+
+
+@pytest.mark.parametrize("name", [n for n, (mesh, _, _) in STEPS.items() if "tensor" in mesh])
+def test_activations_alone_are_made_whole_over_tensor(name):
+    collectives = step(name).inspection.collectives
+    gathers = inside(collectives).touching("tensor").of("all-gather")
+    assert gathers
+    # A layer's matrices are smaller than an activation, the head is not: none is a multiple of one.
+    assert {p.result_bytes % ACTIVATION for c in gathers for p in c.parts} == {0}
+    matrix = 2 * HIDDEN * 512
+    assert not outside(collectives).touching("tensor").of("all-gather").at_least(matrix)
 
 
 def test_loops_run_as_often_as_the_schedule_says():
