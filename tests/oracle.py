@@ -28,10 +28,10 @@ PLAIN: Mapping[str, Any] = {
     "pipeline": (1, "1f1b"), "data": 1, "fsdp": 1, "context": 1, "tensor": 1,
     "gradient_accumulation_steps": 1, "remat": "none",
     "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
-    "window": None,
+    "window": None, "layers": 5,
 }  # fmt: skip
 """One device, fp32, no tricks."""
-COMPUTED = ("rows", "dropout", "tied", "optimizer", "window")
+COMPUTED = ("rows", "dropout", "tied", "optimizer", "window", "layers")
 
 
 def devices_of(settings: Mapping[str, Any]) -> int:
@@ -53,7 +53,7 @@ class Trained:
 def model_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A Llama whose layers and vocabulary do not divide by anything."""
     return {
-        "kind": "llama", "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 8,
+        "kind": "llama", "hidden_size": 32, "num_hidden_layers": settings["layers"], "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64, "vocab_size": VOCAB,
         "tie_word_embeddings": settings["tied"], "dropout": settings["dropout"],
         "sliding_window": settings["window"],

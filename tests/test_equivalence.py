@@ -41,6 +41,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     # so that rounding noise, where there is no true gradient, becomes steps of full size.
     "optimizer": ("adamw", "muon", "sgd"),
     "window": (None, 7),
+    # Neither number divides by stages or chunks; four stages of two chunks want eight.
+    "layers": (5, 9),
 }
 PRODUCT = (*AXES, "gradient_accumulation_steps", "remat", "rows")
 DEVICES = 8
@@ -54,6 +56,8 @@ def allowed(case: Mapping[str, Any]) -> bool:
     remat = case.get("remat", "none")
     if stages > 1 and (remat == "every_2" or (schedule == "zero_bubble" and remat != "none")):
         return False  # refused, with the reason
+    if (stages, schedule) == (4, "interleaved") and case.get("layers", 9) < 8:
+        return False
     return devices_of(case) <= DEVICES and BATCH % parts == 0 and BATCH // parts >= stages
 
 

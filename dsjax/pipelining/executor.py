@@ -205,7 +205,9 @@ class Pipeline:
         handed = (lambda x, by: x) if alone else self._handed
         came = handed(carry.sent, -1)
         if self.one_a_tick:
-            carry.inputs = _put_if(carry.inputs, handed(carry.passed, 1), row["store_input"])
+            carry.inputs = _put_if(
+                carry.inputs, handed(self._after(came, carry.passed), 1), row["store_input"]
+            )
         # Of the stash the forward gets its input alone: what passes through nested loops is copied.
         x = _at(carry.inputs, jnp.maximum(row["read_input"], 0))
         made = (x, carry.kept, carry.outputs, carry.sums, carry.passed)
@@ -229,15 +231,16 @@ class Pipeline:
             carry.inputs = _put_if(carry.inputs, arrived, row["store_input"])
         return carry
 
-    def _after(self, came: Any, unit: jax.Array) -> jax.Array:
-        """The unit to run; on a CPU it is known only once what a neighbour sent is there.
+    def _after(self, came: Any, values: Any) -> Any:
+        """The values; on a CPU they are known only once what a neighbour sent is there.
 
         The devices of a CPU share its threads: one that waits for a neighbour and one that waits for its shards'
         collectives could take them all, so every device goes through its collectives in the same order.
         """
         if came is None or not self.ordered:
-            return unit
-        return jnp.where(self.stage < 0, jax.tree.leaves(came)[0].ravel()[0].astype(unit.dtype), unit)
+            return values
+        first = jax.tree.leaves(came)[0].ravel()[0]
+        return jax.tree.map(lambda v: jnp.where(self.stage < 0, first.astype(v.dtype), v), values)
 
     def _handed(self, x: Any, by: int) -> Any:
         """Each stage's x to the next one (by=1) or the one before (by=-1), round in a ring."""

@@ -102,9 +102,7 @@ class Balancer:
       last: the last step of this call; no timing begins that would not have as many steps before it again.
     """
 
-    def __init__(
-        self, program: Program, recorder: Recorder, changed: Callable[[Program], None], last: int = 10**9
-    ):
+    def __init__(self, program: Program, recorder: Recorder, changed: Callable[[Program], None], last: int):
         self._recorder, self._changed, self._last = recorder, changed, last
         self._every = program.pipeline.rebalance_every if program.stacking is not None else 0
         self._timing: _Timing | None = None
@@ -146,31 +144,32 @@ class Balancer:
 
     def _compile(self, program: Program, batch: Any) -> None:
         """Begins to compile the probes of this program and of the next one to try, unless they are there."""
-        if program.microbatches not in self._probes:
-            with self._recorder.progress.busy("compiling the probe of the stages"):
-                self._probes[program.microbatches] = _Compiled(program, abstract(batch))
-            self._recorder.start_clock()
-        if self._trial is None and (trial := self._next_trial(program, batch)) is not None:
-            self._trial = trial
-            self._probes[trial.microbatches] = _Compiled(trial, trial.like_batch(batch))
+        if self._trial is None:
+            self._trial = self._next_trial(program, batch)
+        wanted = [(program, abstract(batch))]
+        wanted += [(self._trial, self._trial.like_batch(batch))] if self._trial is not None else []
+        for one, like in wanted:
+            if one.microbatches not in self._probes:
+                with self._recorder.progress.busy("compiling the probe of the stages"):
+                    self._probes[one.microbatches] = _Compiled(one, like)
+                self._recorder.start_clock()
 
     def _start(self, step: int, program: Program, state: Any, batch: Any) -> None:
         self._compile(program, batch)
         self._timing = _Timing(due=step + LAG + 1)
-        self._waits = _one_after_the_other(program)
         self._after = _after(state.step, program.votes(False))
         self._timing.watch(self._after)
-        self._queue(self._probes[program.microbatches].get(), state, batch)
+        self._queue(program, state, batch)
         if self._trial is not None:
-            probe = self._probes[self._trial.microbatches].get()
-            self._queue(probe, state, _zeros(self._trial.like_batch(batch)))
+            self._queue(self._trial, state, _zeros(self._trial.like_batch(batch)))
 
-    def _queue(self, probe: Any, state: Any, batch: Any) -> None:
+    def _queue(self, program: Program, state: Any, batch: Any) -> None:
         assert self._timing is not None
+        probe, waits = self._probes[program.microbatches].get(), _one_after_the_other(program)
         for _ in range(_TIMES):
             _, self._after = probe(state, batch, self._after)
             self._timing.watch(self._after)
-            if self._waits:
+            if waits:
                 jax.block_until_ready(self._after)
 
     def _next_trial(self, program: Program, batch: Any) -> Program | None:

@@ -228,15 +228,23 @@ class Program:
         Returns:
           A function from an abstract tree of this program to that of the checkpoint, and one from what was
           read to this program's tree in its places.
+
+        Raises:
+          InputError: it holds another number of layers.
         """
         held = Held.of(self.stacking, facts)
         same = (lambda like: like), (lambda tree: tree)
         if held is None:
             return same
-        wanted = np.arange(max(held.slots) + 1) if self.stacking is None else self.stacking.slots
         slots, stack = np.asarray(held.slots), Stack(held.path, self.stack.paths)
-        # Of another number of layers it is refused where shapes are compared.
-        if np.array_equal(slots, wanted) or slots.max() != wanted.max():
+        wanted = self._slots(held.path)
+        has, needs = (int(np.count_nonzero(table >= 0)) for table in (slots, wanted))
+        if has != needs:
+            raise InputError(
+                f"the checkpoint does not match this model: it holds {has} layers in {held.path}, "
+                f"the model has {needs}; use the model it was made with, or another run.dir"
+            )
+        if np.array_equal(slots, wanted):
             return same
 
         def placed(tree: Any, places: Any) -> Any:
@@ -249,6 +257,14 @@ class Program:
             return placed(tree, places)
 
         return lambda like: held.like(like, wanted, stack), back
+
+    def _slots(self, path: str) -> np.ndarray:
+        """The layer in each slot of the stack at a path; without a pipeline they lie in order."""
+        if self.stacking is not None:
+            return self.stacking.slots
+        params = named_leaves(self.abstract_state.params) | named_leaves(self.abstract_state.model_state)
+        depths = [leaf.shape[0] for name, leaf in params.items() if name.startswith(f"{path}/") and leaf.ndim]
+        return np.arange(depths[0] if depths else 0)
 
     def layers_held(self) -> dict[str, Any] | None:
         """What a checkpoint says of how its layers are stored; None: in order."""

@@ -156,7 +156,7 @@ def test_more_microbatches_where_they_pay():
         progress=SimpleNamespace(busy=lambda what: _nothing(lines, what)), start_clock=lambda: 0
     )
     program = trainer.program
-    balancer = Balancer(program, recorder, lambda program: None)
+    balancer = Balancer(program, recorder, lambda program: None, last=1000)
     batch = program.place({"x": np.zeros((64, 4), np.float32), "y": np.zeros(64, np.float32)})
     # From 8 microbatches the first other number is 4, the second 16.
     fewer = balancer._next_trial(program, batch)

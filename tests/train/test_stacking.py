@@ -70,11 +70,12 @@ def test_another_stack_of_the_same_name_stays_as_it_is(tmp_path):
 
 
 def test_a_checkpoint_of_another_depth_is_refused(tmp_path):
-    trainer = _trainer(tmp_path, 2)
+    trainer = _trainer(tmp_path, 2, layers=[3, 2])
     trainer.save(trainer.init())
-    for depth in (3, 7):
+    # Six layers lie in as many slots as five of which one stage has fewer.
+    for stages, depth in [(2, 3), (2, 6), (2, 7), (1, 6), (1, 3)]:
         with pytest.raises(dsjax.InputError, match="does not match this model"):
-            _trainer(tmp_path, 2, depth).restore()
+            _trainer(tmp_path, stages, depth).restore()
 
 
 def test_a_leaf_belongs_to_the_variable_whose_name_it_ends_with():
