@@ -43,6 +43,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "window": (None, 7),
     # Neither number divides by stages or chunks; four stages of two chunks want eight.
     "layers": (5, 9),
+    "exchange": ("plain", "pairs", "groups"),
 }
 PRODUCT = (*AXES, "gradient_accumulation_steps", "remat", "rows")
 DEVICES = 8

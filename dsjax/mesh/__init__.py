@@ -15,6 +15,7 @@ from dsjax.mesh.layout import (
     current_layout,
     gather_all,
     gathered,
+    is_matrix,
     manual,
     use_layout,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "current_layout",
     "gather_all",
     "gathered",
+    "is_matrix",
     "make_mesh",
     "manual",
     "map_named",

@@ -428,6 +428,13 @@ def on_own_part(
     return layout.shard_map(function, (cut,), cut)
 
 
+def is_matrix(names: Sequence[str | None] | None, ndim: int) -> bool:
+    """Whether a parameter is a matrix (or more), not counting the dimension of stacked layers."""
+    if names is not None and len(names) == ndim:
+        return sum(name != "layers" for name in names) >= 2
+    return ndim >= 2
+
+
 def axes_of_entry(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 

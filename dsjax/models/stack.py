@@ -33,6 +33,7 @@ def run_stacked(
     prefix: str = "layers",
     remat: str = "none",
     unroll: bool = False,
+    source: tuple[Any, int] | None = None,
 ) -> Any:
     """Runs `call(layer, x) -> x` over the layers of a stacked module, in order; x may be any tree of arrays.
 
@@ -45,12 +46,16 @@ def run_stacked(
         parameters.
       unroll: writes the layers out one by one instead of looping (faster on CPU; compile time then
         grows with depth).
+      source: (parameters of a deeper stack, number of its first layer that is run): they are what is computed
+        with, and the module's own only take their gradients. So a few layers of a stack run without a copy.
     """
     graph, params, others = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
     depth = jax.tree.leaves(params)[0].shape[0]
 
-    def one(x: Any, scanned: tuple[Any, Any]) -> tuple[Any, Any]:
-        own, rest = scanned
+    def one(x: Any, scanned: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        own, rest, index = scanned
+        if source is not None:
+            own = jax.tree.map(lambda whole, g: _value_of(whole[source[1] + index], g), source[0], own)
         layer = nnx.merge(graph, gathered(own, prefix), rest, copy=True)
         return call(layer, x), nnx.state(layer, nnx.Not(nnx.Param))
 
@@ -59,13 +64,13 @@ def run_stacked(
 
     group = re.fullmatch(r"every_(\d+)", remat)
     if group is None:
-        x, rest = run(_recomputed(one, remat), x, (params, others))
+        x, rest = run(_recomputed(one, remat), x, (params, others, jnp.arange(depth)))
         nnx.update(module, rest)
         return x
 
     size = min(int(group[1]), depth)
 
-    def group_of(x: Any, scanned: tuple[Any, Any]) -> tuple[Any, Any]:
+    def group_of(x: Any, scanned: tuple[Any, Any, Any]) -> tuple[Any, Any]:
         # Written out: a loop would stack what its layers keep, and XLA makes room for two groups' stacks.
         rests = []
         for i in range(jax.tree.leaves(scanned)[0].shape[0]):
@@ -79,11 +84,29 @@ def run_stacked(
     whole = depth // size * size
     for start, end, length in ((0, whole, size), (whole, depth, depth - whole)):
         if start < end:
-            groups = jax.tree.map(partial(_groups, start=start, end=end, size=length), (params, others))
+            groups = jax.tree.map(
+                partial(_groups, start=start, end=end, size=length), (params, others, jnp.arange(depth))
+            )
             x, rest = run(several, x, groups)
             parts.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rest))
     nnx.update(module, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
     return x
+
+
+@jax.custom_vjp
+def _value_of(value: jax.Array, takes_gradient: jax.Array) -> jax.Array:
+    return value
+
+
+def _value_of_fwd(value: jax.Array, takes_gradient: jax.Array) -> tuple[jax.Array, None]:
+    return value, None
+
+
+def _value_of_bwd(_: None, g: jax.Array) -> tuple[None, jax.Array]:
+    return None, g
+
+
+_value_of.defvjp(_value_of_fwd, _value_of_bwd)
 
 
 def _groups(leaf: jax.Array, *, start: int, end: int, size: int) -> jax.Array:

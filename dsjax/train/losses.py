@@ -107,26 +107,53 @@ def loss_of_stages(stages: Stages) -> Callable[[Any, Any], tuple[jax.Array, jax.
 
     def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array, Extras]:
         batch = stages.prepare(batch)
-        module, x = stack_of(model, stages), stages.embed(model, batch)
-
-        def call(layer: Any, carry: Any) -> Any:
-            y, more, named = layer_result(stages.layer(layer, carry[0], batch))
-            return y, carry[1] + more, jax.tree.map(jnp.add, carry[2], named)
-
-        graph, variables = nnx.split(module)
-
-        def first(variables: Any, x: Any) -> Extras:
-            one = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], variables), copy=True)
-            return layer_result(stages.layer(one, x, batch))[2]
-
-        named = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(first, variables, x))
-        x, added, extras = run_stacked(
-            module, (x, jnp.zeros(()), named), call, prefix=stages.layers, remat=stages.remat
-        )
+        x = stages.embed(model, batch)
+        x, added, extras = through_layers(stages, stack_of(model, stages), x, batch)
         total, weight, more = normalised(stages.head(model, x, batch))
         return total + added, weight, merged(extras, more)
 
     return loss
+
+
+def through_layers(
+    stages: Stages, module: Any, x: Any, batch: Any, source: tuple[Any, int] | None = None
+) -> tuple[Any, jax.Array, Extras]:
+    """(x, what the layers add to the loss, extras) after a stack of layers.
+
+    Args:
+      batch: as `stages.prepare` returns it.
+      source: as `run_stacked` takes it.
+    """
+
+    def call(layer: Any, carry: Any) -> Any:
+        y, more, named = layer_result(stages.layer(layer, carry[0], batch))
+        return y, carry[1] + more, jax.tree.map(jnp.add, carry[2], named)
+
+    graph, variables = nnx.split(module)
+
+    def first(variables: Any, x: Any) -> Extras:
+        one = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], variables), copy=True)
+        return layer_result(stages.layer(one, x, batch))[2]
+
+    named = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(first, variables, x))
+    start = (x, jnp.zeros(()), named)
+    return run_stacked(module, start, call, prefix=stages.layers, remat=stages.remat, source=source)
+
+
+def split_stack(stages: Stages, state: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """A model's state as (the stack's own variables, the rest)."""
+    names = tuple(stages.layers.split("/"))
+    stacked, rest = nnx.split_state(state, lambda path, _: tuple(map(str, path[: len(names)])) == names, ...)  # type: ignore[misc]
+    for name in names:
+        stacked = stacked[name] if name in stacked else nnx.State({})
+    return stacked, rest
+
+
+def whole_stack(stages: Stages, stacked: nnx.State, rest: nnx.State) -> nnx.State:
+    """The opposite of `split_stack`."""
+    for name in reversed(stages.layers.split("/")):
+        stacked = nnx.State({name: stacked})
+    return nnx.merge_state(stacked, rest)
 
 
 def stack_of(model: Any, stages: Stages) -> Any:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from dsjax.config.schema import OptimizerConfig, ScheduleConfig
-from dsjax.mesh import map_named, named_leaves
+from dsjax.mesh import is_matrix, map_named, named_leaves
 
 Schedule = Callable[[Any], Any]
 
@@ -50,13 +50,6 @@ def make_schedule(config: ScheduleConfig, peak: float, steps: int) -> Schedule:
         return value.astype(jnp.float32)
 
     return schedule
-
-
-def is_matrix(names: Sequence[str | None] | None, ndim: int) -> bool:
-    """Whether a parameter is a matrix (or more), not counting the dimension of stacked layers."""
-    if names is not None and len(names) == ndim:
-        return sum(name != "layers" for name in names) >= 2
-    return ndim >= 2
 
 
 def make_optimizer(

@@ -7,7 +7,6 @@ and cross the data axes once, at the end.  `tensor` and `context` stay with the 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import ConfigError
+from dsjax.grad_sync import Exchange, mean, residual_specs, seed_of
 from dsjax.mesh import (
     BATCH_AXES,
     Layout,
@@ -26,26 +26,20 @@ from dsjax.mesh import (
     gather_all,
     gathered,
     map_named,
-    named_leaves,
     use_layout,
 )
 from dsjax.mesh.axes import SHARD_AXES
+from dsjax.mesh.inside import inside, left_spec, manual_specs, shard_map_over
 from dsjax.mesh.layout import axes_of_entry, gather_local, on_own_part
 from dsjax.models import Stages
 from dsjax.pipelining.executor import AXIS, UNITS, Parts, Pipeline, Work
 from dsjax.pipelining.schedule import forward_only
 from dsjax.pipelining.slots import allot
-from dsjax.train.losses import layer_result, normalised, stack_of
+from dsjax.train.losses import layer_result, normalised, split_stack, stack_of, whole_stack
 from dsjax.train.randomness import ExampleContext, at_step, examples
 
-
-def local_axes(layout: Layout) -> tuple[str, ...]:
-    """The mesh axes that the shard_map is manual over: `pipeline`, the batch's, and all of one device.
-
-    Where those are all there are, layers may call back to the host, which jax does not allow otherwise.
-    """
-    sizes = layout.mesh.shape
-    return tuple(axis for axis, size in sizes.items() if size == 1 or axis in (AXIS, *BATCH_AXES))
+# The axes that the shard_map is manual over.
+_LOCAL = (AXIS, *BATCH_AXES)
 
 
 @dataclass(frozen=True)
@@ -67,32 +61,30 @@ class _Call:
 
     def split(self, state: Any) -> tuple[Any, Any]:
         """A state as (the stack's own variables, the rest)."""
-        names = tuple(self.stages.layers.split("/"))
-        stacked, rest = nnx.split_state(
-            state, lambda path, _: tuple(map(str, path[: len(names)])) == names, ...
-        )
-        for name in names:
-            stacked = stacked[name] if name in stacked else nnx.State({})
-        return stacked, rest
+        return split_stack(self.stages, state)
 
     def whole(self, stacked: Any, rest: Any) -> Any:
         """The opposite of `split`."""
-        for name in reversed(self.stages.layers.split("/")):
-            stacked = nnx.State({name: stacked})
-        return nnx.merge_state(stacked, rest)
+        return whole_stack(self.stages, stacked, rest)
 
 
 def pipelined(
-    graph: Any, layout: Layout, pipelining: Pipelining, state: Any, batch: Any
-) -> tuple[tuple[Any, Any, Any], Any]:
-    """Sums (loss, weight, extras) over the microbatches, and gradients in their parameters' places, fp32.
+    graph: Any, layout: Layout, pipelining: Pipelining, exchange: Exchange | None, state: Any, batch: Any
+) -> tuple[tuple[Any, Any, Any], Any, Any]:
+    """Sums (loss, weight, extras), the mean gradient in its parameters' places, fp32, and residuals.
 
     Args:
+      exchange: of gradients between the replicas of `data`; None: there is one.
       batch: arrays [A * M, rows, ...]: M microbatches a pass of the pipeline, A passes.
     """
-    body, specs, arguments = _set_up(graph, layout, pipelining, state, batch)
-    gradients = partial(body, lambda stages: stages.gradients())
-    return _mapped(layout, gradients, specs, (P(), specs[0]))(*arguments)
+    call, body, specs, arguments = _set_up(graph, layout, pipelining, state, batch)
+
+    def gradients(residuals: Any, *arguments: Any) -> Any:
+        return body(lambda stages: stages.gradients(exchange, residuals), *arguments)
+
+    kept = residual_specs(exchange, call.layout)
+    mapped = shard_map_over(call.layout, gradients, (kept, *specs), (P(), specs[0], kept))
+    return mapped(state.residuals, *arguments)
 
 
 def probed(
@@ -106,28 +98,14 @@ def probed(
     Returns:
       Numbers that mean nothing, and int32 [devices], zeros: each there when its device is done.
     """
-    body, specs, arguments = _set_up(graph, layout, pipelining, state, batch)
+    call, body, specs, arguments = _set_up(graph, layout, pipelining, state, batch)
     probe = partial(body, lambda stages: stages.probe())
-    return _mapped(layout, probe, specs, P((AXIS, *BATCH_AXES)))(*arguments), after * 2
+    return shard_map_over(call.layout, probe, specs, P((AXIS, *BATCH_AXES)))(*arguments), after * 2
 
 
-def _mapped(layout: Layout, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    """`function` inside the shard_map that all of this runs in."""
-    return jax.shard_map(
-        function,
-        mesh=layout.mesh,
-        axis_names=set(local_axes(layout)),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        check_vma=False,
-    )
-
-
-def _set_up(
-    graph: Any, layout: Layout, pipelining: Pipelining, state: Any, batch: Any
-) -> tuple[Any, Any, Any]:
-    """What stands around the body: (a function of a task and the arguments, their specs, the arguments)."""
-    call = _Call(graph, pipelining.stages, _inside(layout, state.params, state.model_state), True)
+def _set_up(graph: Any, layout: Layout, pipelining: Pipelining, state: Any, batch: Any) -> Any:
+    """What stands around the body: (call, a function of a task and the arguments, their specs, the arguments)."""
+    call = _Call(graph, pipelining.stages, inside(layout, _LOCAL, state.params, state.model_state), True)
     count = pipelining.work.schedule.microbatches
     lead = jax.tree.leaves(batch)[0].shape[:2]
     places = jnp.arange(lead[0] * lead[1], dtype=jnp.int32).reshape(lead)
@@ -137,9 +115,10 @@ def _set_up(
         with use_layout(call.layout):
             return task(_Body(call, pipelining.work, params, model_state, batch, places, step))
 
-    specs = [_manual_specs(call.layout, tree) for tree in (state.params, state.model_state)]
+    specs = [manual_specs(call.layout, tree) for tree in (state.params, state.model_state)]
     rows = P(None, None, BATCH_AXES)
-    return body, (*specs, rows, rows, P()), (state.params, state.model_state, batch, places, state.step)
+    given = (state.params, state.model_state, batch, places, state.step)
+    return call, body, (*specs, rows, rows, P()), given
 
 
 class _Body:
@@ -176,15 +155,19 @@ class _Body:
         zeros = map_named(partial(_accumulator, self.call.layout), self.params)
         return first, (first.sums, *self.call.split(zeros))
 
-    def gradients(self) -> tuple[Any, Any]:
-        """Sums over all devices, and gradients as their parameters lie."""
+    def gradients(self, exchange: Exchange | None, residuals: Any) -> tuple[Any, Any, Any]:
+        """Sums over all devices, mean gradients as their parameters lie, and residuals."""
         first, carry = self.start()
         if (passes := self.places.shape[0]) == 1:
             carry = first.gradients(*carry)
         else:
             carry = lax.fori_loop(0, passes, lambda i, carry: self.pipeline(i).gradients(*carry), carry)
-        grads = map_named(partial(_reduced, self.call.layout), self.call.whole(*carry[1:]))
-        return lax.psum(carry[0], self.call.layout.local), grads
+        layout = self.call.layout
+        sums = lax.psum(carry[0], layout.local)
+        grads = map_named(partial(_reduced, layout), mean(self.call.whole(*carry[1:]), sums[1]))
+        if exchange is not None:
+            grads, residuals = exchange(layout, grads, residuals, seed_of(self.step))
+        return sums, grads, residuals
 
     def probe(self) -> jax.Array:
         """float32 [1], made of all that a forward and a backward of this device's stage give."""
@@ -252,7 +235,7 @@ def evaluated(
 
     A batch that does not divide over the data axes is computed by all of them.
     """
-    call = _Call(graph, pipelining.stages, _inside(layout, params, model_state), False)
+    call = _Call(graph, pipelining.stages, inside(layout, _LOCAL, params, model_state), False)
     schedule, rows = pipelining.work.schedule, jax.tree.leaves(batch)[0].shape[0]
     shards = batch_shards(layout.mesh)
     shared = rows % shards == 0
@@ -269,9 +252,9 @@ def evaluated(
             sums = stages.pipeline(0).evaluation()
         return lax.psum(sums, call.layout.local if shared else AXIS)
 
-    specs = [_manual_specs(call.layout, tree) for tree in (params, model_state)]
+    specs = [manual_specs(call.layout, tree) for tree in (params, model_state)]
     rows_spec = P(BATCH_AXES) if shared else P()
-    return _mapped(layout, body, (*specs, rows_spec), P())(params, model_state, batch)
+    return shard_map_over(call.layout, body, (*specs, rows_spec), P())(params, model_state, batch)
 
 
 def refuse_permutes(program: str) -> None:
@@ -299,30 +282,6 @@ def refuse_permutes(program: str) -> None:
 # ---- places --------------------------------------------------------------------------------------
 
 
-def _inside(layout: Layout, *trees: Any) -> Layout:
-    """The layout as it is seen in the body of the shard_map."""
-    places = {}
-    for tree in trees:
-        for path, leaf in named_leaves(tree).items():
-            spec = _place(layout, path, leaf)
-            places[path] = P(*spec, *(None,) * (leaf.ndim - len(spec)))
-    return replace(layout, local=local_axes(layout), places=places)
-
-
-def _place(layout: Layout, path: str, leaf: Any) -> P:
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        return layout.param_spec(path, leaf.shape)
-    return P(AXIS) if layout.in_stack(path) else P()
-
-
-def _manual_specs(layout: Layout, tree: Any) -> Any:
-    return map_named(lambda path, leaf: _only(layout.places[path], lambda axis: axis in layout.local), tree)
-
-
-def _only(spec: P, wanted: Any) -> P:
-    return P(*(tuple(a for a in axes_of_entry(entry) if wanted(a)) or None for entry in spec))
-
-
 def _over_stages(layout: Layout, tree: Any) -> Any:
     """What lies before and after the layers, gathered over the stages; matrices in the type that they are used in."""
 
@@ -332,19 +291,14 @@ def _over_stages(layout: Layout, tree: Any) -> Any:
         matrix = len(layout.names_of(path) or ()) >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
         if matrix and layout.gather_dtype is not None:
             leaf = leaf.astype(layout.gather_dtype)
-        return gather_local(layout, path, leaf, (AXIS,), _left(layout, path))
+        return gather_local(layout, path, leaf, (AXIS,), left_spec(layout, path))
 
     return map_named(one, tree)
 
 
-def _left(layout: Layout, path: str, without: Sequence[str] = ()) -> P:
-    """How the axes that are left to the compiler cut a parameter."""
-    return _only(layout.places[path], lambda axis: axis not in layout.local and axis not in without)
-
-
 def _accumulated(layout: Layout, path: str) -> P:
     """The same of its gradient while it adds up: of a parameter that was gathered once a step, the whole."""
-    return _left(layout, path, SHARD_AXES if layout.fsdp_gather == "step" else ())
+    return left_spec(layout, path, SHARD_AXES if layout.fsdp_gather == "step" else ())
 
 
 def _accumulator(layout: Layout, path: str, leaf: Any) -> jax.Array:
@@ -367,7 +321,8 @@ def _reduced(layout: Layout, path: str, grad: jax.Array) -> jax.Array:
     )
     steps = [(i, axis) for i, axis in cuts if axis in scattered]
     cut = {axis for _, axis in cuts}
-    left = tuple(a for a in layout.local if a not in cut and layout.axis_size(a) > 1)
+    # Over `data` they are exchanged.
+    left = tuple(a for a in layout.local if a not in (*cut, "data") and layout.axis_size(a) > 1)
 
     def reduced(grad: jax.Array) -> jax.Array:
         for dimension, axis in steps:

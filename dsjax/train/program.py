@@ -6,7 +6,6 @@ into functions over sharded arrays.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import time
 from collections.abc import Callable, Mapping
@@ -22,12 +21,17 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dsjax.config.exchange import GradSyncConfig
 from dsjax.config.parallel import PipelineConfig
 from dsjax.errors import ConfigError, InputError
+from dsjax.grad_sync import Exchange, make_exchange
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
+from dsjax.mesh.topology import Topology
 from dsjax.models import Stages
 from dsjax.precision import apply_policy
+from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter
 from dsjax.train.given import Init, check_init, check_patterns
+from dsjax.train.gradients import StepParts
 from dsjax.train.host_batch import abstract, leading_rows, narrow, refuse_nan, signature
 from dsjax.train.memory import (
     compiled_bytes,
@@ -36,12 +40,11 @@ from dsjax.train.memory import (
     refuse_oversized,
     refuse_oversized_state,
 )
-from dsjax.train.optimizers import optimizer_shardings
 from dsjax.train.pipelined import probed, refuse_permutes
 from dsjax.train.stacking import Held, Stack, microbatches_of, stacking_of
 from dsjax.train.stage_costs import Costs
-from dsjax.train.state import State, first_state
-from dsjax.train.step import StepParts, eval_step, train_step
+from dsjax.train.state import State, first_state, statistics
+from dsjax.train.step import eval_step, train_step
 
 MakeOptimizer = Callable[[Callable[[str], Any]], optax.GradientTransformation]
 
@@ -76,7 +79,8 @@ class Program:
     Args:
       compute_dtype: type of matrix products.
       trainable: path patterns of the parameters to train; empty: all.
-      max_grad_norm, remat, accumulation, fsdp_gather, pipeline: as in the config.
+      max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync: as in the config.
+      topology: which devices are near to each other; by default as they say themselves.
       rows_a_pass: rows of a batch shard in a pass of the pipeline, where they are known.
       costs: cost of a layer, of the embedding and of the head, in any unit, where they are known: layers are
         shared out by them.
@@ -98,6 +102,8 @@ class Program:
     max_grad_norm: float | None = None
     remat: str = "none"
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    grad_sync: GradSyncConfig = field(default_factory=GradSyncConfig)
+    topology: Topology | None = None
     rows_a_pass: int | None = None
     costs: Costs | None = None
     found: tuple[int, ...] | None = None
@@ -119,12 +125,12 @@ class Program:
         self.microbatches = self.accumulation * passes
         self.layout = Layout(
             self.mesh,
-            {**_declared_axes(model), **recipe.param_axes},
+            {**declared_axes(model), **recipe.param_axes},
             stacked=self.stacking.path if self.stacking else None,
             fsdp_gather=self.fsdp_gather,
             gather_dtype=None if self.compute_dtype == jnp.float32 else self.compute_dtype,
         )
-        self._filter = _trainable_filter(self.trainable)
+        self._filter = trainable_filter(self.trainable)
         graph, *states = nnx.split(model, self._filter, ...)
         params, model_state = jax.eval_shape(lambda: [self._stored(state) for state in states])
         if self.trainable and not jax.tree.leaves(params):
@@ -132,11 +138,12 @@ class Program:
         check_patterns(recipe.param_axes, nnx.state(model, nnx.Param))
         self.layout.check(nnx.state(model, nnx.Param))
         optimizer = recipe.make_optimizer(self.layout.names_of)
+        exchange, self._exchange_notes = self._exchange(params, model_state)
         self.parts = StepParts(
             graph, recipe.loss, optimizer, recipe.schedule, self.layout, self.max_grad_norm, self.remat,
-            self.stacking.pipelining if self.stacking else None,
+            recipe.stages, self.stacking.pipelining if self.stacking else None, exchange,
         )  # fmt: skip
-        self.abstract_state = self._abstract_state(params, model_state)
+        self.abstract_state = abstract_state(self.layout, optimizer, exchange, params, model_state)
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         # Shards of the batch, and how many of them are this process's: the same at every step.
         self._shards = batch_shards(self.mesh), len(process_rows(self.mesh, batch_shards(self.mesh)))
@@ -155,38 +162,18 @@ class Program:
         """The sharding of what every device holds whole."""
         return NamedSharding(self.mesh, P())
 
-    def _abstract_state(self, params: nnx.State, model_state: nnx.State) -> State:
-        opt_state = jax.eval_shape(self.parts.optimizer.init, params)
-        shapes = jax.eval_shape(first_state, params, model_state, opt_state)
-        param_shardings = self.layout.param_shardings(params)
-        fallback = Layout(self.mesh)
-
-        def other(shape: tuple[int, ...]) -> NamedSharding:
-            return NamedSharding(self.mesh, fallback.param_spec("", shape))
-
-        def frozen(path: Any, leaf: Any) -> NamedSharding:
-            # Frozen parameters lie as trainable ones do; statistics and random streams are small.
-            name = path_name(path)
-            if not isinstance(_variable_at(model_state, path), nnx.Param):
-                return self.replicated
-            return NamedSharding(self.mesh, self.layout.param_spec(name, leaf.shape))
-
-        shardings = jax.tree.map(lambda _: self.replicated, shapes)
-        shardings = replace(
-            shardings,
-            params=param_shardings,
-            model_state=jax.tree_util.tree_map_with_path(frozen, model_state),
-            opt_state=optimizer_shardings(opt_state, params, param_shardings, other),
-        )
-        return jax.tree.map(
-            lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-            shapes, shardings,
-        )  # fmt: skip
+    def _exchange(self, params: nnx.State, model_state: nnx.State) -> tuple[Exchange | None, list[str]]:
+        if statistics(model_state) and self.grad_sync.codec == "dense":
+            # The compiler, which sees all replicas, then makes statistics of a microbatch of all of them.
+            return None, []
+        groups = self.recipe.stages.layers if self.recipe.stages and self.stacking is None else None
+        return make_exchange(self.grad_sync, self.layout, params, groups, self.topology)
 
     @property
     def notes(self) -> list[str]:
         """What was chosen for the run, to be told once."""
-        return [] if self.stacking is None else [self.stacking.words]
+        pipeline = [] if self.stacking is None else [self.stacking.words]
+        return [*pipeline, *self._exchange_notes]
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -201,7 +188,8 @@ class Program:
         def make(key: jax.Array) -> State:
             _, *states = nnx.split(self._model(key), self._filter, ...)
             params, model_state = map(self._stored, states)
-            return first_state(params, model_state, self.parts.optimizer.init(params))
+            residuals = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract_state.residuals)
+            return first_state(params, model_state, self.parts.optimizer.init(params), residuals)
 
         started = time.monotonic()
         made = jax.jit(make, out_shardings=self.state_shardings, compiler_options=self._options())
@@ -466,35 +454,3 @@ class Program:
             self._evals[key] = lowered.compile(self._options())
             self.on_compile("evaluation", time.monotonic() - started)
         return self._evals[key]
-
-
-def _declared_axes(model: nnx.Module) -> dict[str, Any]:
-    """Logical names that parameters carry themselves, as Flax's partitioning metadata."""
-    declared = {}
-    for path, variable in nnx.state(model, nnx.Param).flat_state():
-        metadata = variable.get_metadata()
-        for key in ("sharding_names", "out_sharding", "sharding"):
-            names = metadata.get(key)
-            if isinstance(names, tuple) and all(n is None or isinstance(n, str) for n in names):
-                declared["/".join(map(str, path))] = names
-    return declared
-
-
-def _trainable_filter(patterns: tuple[str, ...]) -> Any:
-    if not patterns:
-        return nnx.Param
-
-    def matches(path: tuple[Any, ...], value: Any) -> bool:
-        name = "/".join(map(str, path))
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-    return nnx.All(nnx.Param, matches)
-
-
-def _variable_at(state: nnx.State, path: tuple[Any, ...]) -> Any:
-    node: Any = state
-    for entry in path:
-        if isinstance(node, nnx.Variable):
-            return node
-        node = node[getattr(entry, "key", getattr(entry, "idx", entry))]
-    return node

@@ -24,6 +24,8 @@ class State:
       model_state: the model's other variables: frozen parameters, BatchNorm statistics, random
         streams.
       opt_state: the optimizer's state.
+      residuals: what codecs of the gradient exchange lost and error feedback will add: kind -> path -> float32
+        [replicas, axes that cut the parameter..., numbers].
     """
 
     step: jax.Array
@@ -34,15 +36,22 @@ class State:
     params: nnx.State
     model_state: nnx.State
     opt_state: Any
+    residuals: dict[str, dict[str, jax.Array]]
 
 
-def first_state(params: nnx.State, model_state: nnx.State, opt_state: Any) -> State:
+def first_state(params: nnx.State, model_state: nnx.State, opt_state: Any, residuals: Any) -> State:
     """The state before the first step."""
 
     def zero() -> jax.Array:
         return jnp.zeros((), jnp.int32)
 
-    return State(zero(), zero(), zero(), zero(), jnp.zeros((2,), jnp.float32), params, model_state, opt_state)
+    seen = jnp.zeros((2,), jnp.float32)
+    return State(zero(), zero(), zero(), zero(), seen, params, model_state, opt_state, residuals)
+
+
+def statistics(model_state: nnx.State) -> list[nnx.Variable]:
+    """What a model gathers from the examples it sees (BatchNorm's averages): not parameters, not random streams."""
+    return [v for _, v in model_state.flat_state() if not isinstance(v, nnx.RngState | nnx.Param)]
 
 
 def add_exactly(total: jax.Array, value: jax.Array) -> jax.Array:

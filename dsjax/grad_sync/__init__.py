@@ -1,0 +1,27 @@
+"""The exchange of gradients between replicas: codecs, routes, error feedback."""
+
+from dsjax.grad_sync.codecs import Codec, make_codec
+from dsjax.grad_sync.exchange import (
+    Exchange,
+    Tensor,
+    mean,
+    residual_spec,
+    residual_specs,
+    seed_of,
+)
+from dsjax.grad_sync.make import make_exchange
+from dsjax.grad_sync.route import Route, choose_route
+
+__all__ = [
+    "Codec",
+    "Exchange",
+    "Route",
+    "Tensor",
+    "choose_route",
+    "make_codec",
+    "make_exchange",
+    "mean",
+    "residual_spec",
+    "residual_specs",
+    "seed_of",
+]

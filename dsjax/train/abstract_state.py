@@ -1,0 +1,91 @@
+"""The state before it is made: shapes, types and places of its arrays."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dsjax.grad_sync import Exchange, residual_specs
+from dsjax.grad_sync.residuals import shapes as residual_shapes
+from dsjax.mesh import Layout, path_name
+from dsjax.train.optimizers import optimizer_shardings
+from dsjax.train.state import State, first_state
+
+
+def abstract_state(
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    exchange: Exchange | None,
+    params: nnx.State,
+    model_state: nnx.State,
+) -> State:
+    """The state of abstract parameters and other variables, with the places of all arrays on the mesh."""
+    mesh = layout.mesh
+    replicated, fallback = NamedSharding(mesh, P()), Layout(mesh)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    residuals = residual_shapes(exchange) if exchange is not None else {}
+    shapes = jax.eval_shape(first_state, params, model_state, opt_state, residuals)
+    places = layout.param_shardings(params)
+
+    def other(shape: tuple[int, ...]) -> NamedSharding:
+        return NamedSharding(mesh, fallback.param_spec("", shape))
+
+    def frozen(path: Any, leaf: Any) -> NamedSharding:
+        # Frozen parameters lie as trainable ones do; statistics and random streams are small.
+        if not isinstance(_variable_at(model_state, path), nnx.Param):
+            return replicated
+        return NamedSharding(mesh, layout.param_spec(path_name(path), leaf.shape))
+
+    shardings = replace(
+        jax.tree.map(lambda _: replicated, shapes),
+        params=places,
+        model_state=jax.tree_util.tree_map_with_path(frozen, model_state),
+        opt_state=optimizer_shardings(opt_state, params, places, other),
+        residuals={
+            name: {path: NamedSharding(mesh, spec) for path, spec in part.items()}
+            for name, part in residual_specs(exchange).items()
+        },
+    )
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        shapes, shardings,
+    )  # fmt: skip
+
+
+def declared_axes(model: nnx.Module) -> dict[str, Any]:
+    """Logical names that parameters carry themselves, as Flax's partitioning metadata."""
+    declared = {}
+    for path, variable in nnx.state(model, nnx.Param).flat_state():
+        metadata = variable.get_metadata()
+        for key in ("sharding_names", "out_sharding", "sharding"):
+            names = metadata.get(key)
+            if isinstance(names, tuple) and all(n is None or isinstance(n, str) for n in names):
+                declared["/".join(map(str, path))] = names
+    return declared
+
+
+def trainable_filter(patterns: tuple[str, ...]) -> Any:
+    if not patterns:
+        return nnx.Param
+
+    def matches(path: tuple[Any, ...], value: Any) -> bool:
+        name = "/".join(map(str, path))
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return nnx.All(nnx.Param, matches)
+
+
+def _variable_at(state: nnx.State, path: tuple[Any, ...]) -> Any:
+    node: Any = state
+    for entry in path:
+        if isinstance(node, nnx.Variable):
+            return node
+        node = node[getattr(entry, "key", getattr(entry, "idx", entry))]
+    return node

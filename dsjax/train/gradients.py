@@ -1,0 +1,174 @@
+"""Sums over examples and their gradients: of one microbatch, and added up over several.
+
+Everything here is traced once and compiled once; sums and weights are added in fp32 and divided once, elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from dsjax.grad_sync import Exchange
+from dsjax.mesh import Layout, map_named
+from dsjax.mesh.inside import left_spec
+from dsjax.models import Stages
+from dsjax.train.losses import Extras, normalised
+from dsjax.train.pipelined import Pipelining
+from dsjax.train.randomness import ExampleContext, at_step, examples
+
+Batch = Mapping[str, Any]
+Loss = Callable[[nnx.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a step is made of.
+
+    Attributes:
+      graph: the model's structure, from `nnx.split`.
+      loss: ``loss(model, batch) -> (sum, weight[, extras])``.
+      optimizer: an optax transformation over the trainable parameters.
+      schedule: number of updates -> learning rate, for the record; None where it is not known.
+      layout: mesh and rules.
+      max_grad_norm: global gradient norm above which gradients are scaled down; None: never.
+      remat: "none", or "full" or "dots" around a loss whose model does not do it by layer.
+      stages: the model cut before, between and after its layers; None: it cannot be.
+      pipelining: the stages and schedule of a mesh with `pipeline`; the loss is then theirs.
+      exchange: of gradients between the replicas of `data`; None: there is one.
+    """
+
+    graph: nnx.GraphDef
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    schedule: Callable[[jax.Array], jax.Array] | None
+    layout: Layout
+    max_grad_norm: float | None = None
+    remat: str = "none"
+    stages: Stages | None = None
+    pipelining: Pipelining | None = None
+    exchange: Exchange | None = None
+
+
+@dataclass
+class Sums:
+    """Sums over examples: loss, weight, extras, and the gradient of the loss's sum."""
+
+    loss: jax.Array
+    weight: jax.Array
+    extras: Extras
+    grads: Any
+
+
+jax.tree_util.register_dataclass(Sums, ["loss", "weight", "extras", "grads"], [])
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """What gradients are summed over.
+
+    Attributes:
+      batch: arrays [A, B, ...]: A microbatches.
+      positions: int32 [A, B], each example's place in the global batch.
+      step: int32 [], the step's number.
+      number: index of a microbatch -> its number, for random draws that are not by example.
+    """
+
+    batch: Batch
+    positions: jax.Array
+    step: jax.Array
+    number: Callable[[Any], Any] = lambda index: index
+
+    def __len__(self) -> int:
+        return self.positions.shape[0]
+
+    def at(self, index: Any) -> tuple[Batch, jax.Array, Any]:
+        """(a microbatch, places of its examples, its number)."""
+        if isinstance(index, int):
+            batch, places = jax.tree.map(lambda x: x[index], (self.batch, self.positions))
+        else:
+            batch, places = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), (self.batch, self.positions)
+            )
+        return batch, places, self.number(index)
+
+
+def positions_of(batch: Batch) -> jax.Array:
+    """int32 [A, B]: the place of each example of arrays [A, B, ...]."""
+    leading = jax.tree.leaves(batch)[0].shape[:2]
+    return jnp.arange(leading[0] * leading[1], dtype=jnp.int32).reshape(leading)
+
+
+def of_microbatch(
+    parts: StepParts, params: nnx.State, model_state: nnx.State, given: Microbatches, index: Any
+) -> tuple[Sums, nnx.State]:
+    """Sums and gradient of one microbatch, and the model's state after it."""
+    batch, positions, number = given.at(index)
+
+    def total(params: nnx.State, model_state: nnx.State) -> tuple[jax.Array, Any]:
+        model = nnx.merge(parts.graph, params, at_step(model_state, given.step, number), copy=True)
+        model.train()
+        with examples(ExampleContext(positions)):
+            loss, weight, extras = normalised(parts.loss(model, batch))
+        return loss, (weight, extras, _kept_state(model, model_state))
+
+    if parts.remat == "full":
+        total = jax.checkpoint(total)
+    elif parts.remat == "dots":
+        total = jax.checkpoint(total, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    (loss, (weight, extras, new_state)), grads = jax.value_and_grad(total, has_aux=True)(params, model_state)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    return Sums(loss, weight, extras, grads), new_state
+
+
+def _kept_state(model: nnx.Module, before: nnx.State) -> nnx.State:
+    """The model's non-trainable variables after the loss; random streams go back to their start.
+
+    A stream's position is a function of the step (`randomness.at_step`), not something to carry.
+    """
+    after = dict(nnx.state(model).flat_state())
+
+    def kept(path: tuple[Any, ...], variable: Any) -> Any:
+        if isinstance(variable, nnx.RngState):
+            return variable
+        return variable.replace(jax.lax.stop_gradient(after[path][...]).astype(variable[...].dtype))
+
+    return nnx.State.from_flat_path({path: kept(path, v) for path, v in before.flat_state()})
+
+
+def accumulated(
+    parts: StepParts, params: nnx.State, model_state: nnx.State, given: Microbatches, count: int
+) -> tuple[Sums, nnx.State]:
+    """Sums and gradients over the first `count` microbatches, and the model's state after them."""
+    if count == 1:
+        return of_microbatch(parts, params, model_state, given, 0)
+
+    def one(index: Any, carry: tuple[Sums, nnx.State]) -> tuple[Sums, nnx.State]:
+        more, model_state = of_microbatch(parts, params, carry[1], given, index)
+        return jax.tree.map(jnp.add, carry[0], more), model_state
+
+    shapes = jax.eval_shape(lambda p, s: of_microbatch(parts, p, s, given, 0)[0], params, model_state)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zeros.grads = at_rest(parts.layout, zeros.grads)
+    # To XLA the number of turns is unknown: it would write two of them out, or peel one off, and then hold the
+    # activations of both.
+    first = jax.lax.optimization_barrier(jnp.int32(0))
+    return jax.lax.fori_loop(first, count, one, (zeros, model_state))
+
+
+def at_rest(layout: Layout, tree: Any) -> Any:
+    """Pins gradients to the places of their parameters."""
+    if layout.alone:
+        return tree
+    if not layout.local:
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, layout.param_shardings(tree))
+
+    def pinned(path: str, leaf: Any) -> Any:
+        return jax.lax.with_sharding_constraint(leaf, layout.place(left_spec(layout, path)))
+
+    return map_named(pinned, tree)
