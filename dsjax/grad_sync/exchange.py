@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from dsjax.config.exchange import GradSyncConfig
 from dsjax.grad_sync.codecs import Codec
 from dsjax.grad_sync.route import Route
 from dsjax.mesh import Layout, map_named, named_leaves
@@ -75,22 +76,20 @@ class Exchange:
       route: the groups.
       codec: of coded tensors; None: fp32.
       tensors: by path.
-      feedback: residuals are kept and added.
-      bucket: fp32 bytes of a device that are exchanged at a time.
+      settings: as in the config.
       groups: layers of a stack that are exchanged together, the first ones first; None: all at once.
     """
 
     route: Route
     codec: Codec | None
     tensors: Mapping[str, Tensor]
-    feedback: bool = True
-    bucket: int = 2**27
+    settings: GradSyncConfig = field(default_factory=GradSyncConfig)
     groups: tuple[int, ...] | None = None
 
     @property
     def keeps(self) -> tuple[str, ...]:
         """Names of the residuals that are kept: of what a group of near replicas sends, and of sums."""
-        if self.codec is None or not self.codec.lossy or not self.feedback:
+        if self.codec is None or not self.codec.lossy or not self.settings.error_feedback:
             return ()
         return ("sent",) if self.codec.sparse else ("sent", "summed")
 
@@ -159,7 +158,7 @@ class Exchange:
             for path, grad in grads.items():
                 if self._is_coded(path) != coded:
                     continue
-                if size + 4 * grad.size > self.bucket:
+                if size + 4 * grad.size > self.settings.bucket_bytes:
                     made.append(([], coded))
                     size = 0
                 made[-1][0].append(path)

@@ -48,7 +48,7 @@ def make_exchange(
         tensors[path] = _tensor(config, layout, path, leaf, codec, windows if _within(path, stack) else ())
     numbers = sum(sum(t.numbers) for t in tensors.values() if t.coded) or 1
     route = choose_route(along(topology, mesh, AXIS), numbers, codec, config.route)
-    exchange = Exchange(route, codec, tensors, config.error_feedback, config.bucket_bytes, windows or None)
+    exchange = Exchange(route, codec, tensors, config, windows or None)
     return exchange, [note for note in (topology.note, _told(config, exchange)) if note]
 
 

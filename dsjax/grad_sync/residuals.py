@@ -7,13 +7,18 @@ depend on that: `meaning` gives it as numbers of its parameter, from which any o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from dsjax.config.exchange import GradSyncConfig
+from dsjax.grad_sync.codecs import make_codec
 from dsjax.grad_sync.exchange import Exchange, Residuals, Tensor
+from dsjax.grad_sync.route import Route
 from dsjax.mesh.layout import axes_of_entry
 
 
@@ -114,3 +119,39 @@ def regrouped(numbers: jax.Array, groups: int) -> jax.Array:
     if numbers.shape[0] == groups:
         return numbers
     return jnp.broadcast_to(jnp.sum(numbers, axis=0, keepdims=True) / groups, (groups, *numbers.shape[1:]))
+
+
+def facts_of(exchange: Exchange | None) -> dict[str, Any] | None:
+    """What a checkpoint says of how its residuals lie, as JSON; None where it has none."""
+    if exchange is None or not exchange.keeps:
+        return None
+    return {
+        "settings": exchange.settings.model_dump(mode="json", exclude={"topology"}),
+        "parts": list(exchange.route.parts),
+        "tensors": {
+            path: {
+                "shape": list(t.shape),
+                "spec": [list(axes_of_entry(entry)) for entry in t.spec],
+                "axes": [list(axis) for axis in t.axes],
+                "windows": list(t.windows),
+            }
+            for path, t in exchange.tensors.items()
+            if t.coded
+        },
+    }
+
+
+def exchange_of(facts: Mapping[str, Any]) -> Exchange:
+    """The exchange that residuals were made by."""
+    settings = GradSyncConfig(**facts["settings"])
+    tensors = {
+        path: Tensor(
+            tuple(t["shape"]),
+            P(*(tuple(entry) or None for entry in t["spec"])),
+            tuple((name, size) for name, size in t["axes"]),
+            tuple(t["windows"]),
+            True,
+        )
+        for path, t in facts["tensors"].items()
+    }
+    return Exchange(Route("", tuple(facts["parts"])), make_codec(settings), tensors, settings)

@@ -77,11 +77,13 @@ def _seconds(
         a_number = 4.0 if coded is None else coded.bytes(1 << 20) / (1 << 20)
         sparse = coded is not None and coded.sparse
         to_a_peer = a_number * (left if sparse else 2 * left / size)
+        latency = 0.0
         for nearer, reach, link in _spanned(levels):
             peers = (min(reach, inner * size) - max(nearer, inner)) // inner
             if peers > 0:
-                rounds = math.ceil(math.log2(peers + 1)) * (1 if sparse else 2)
-                total += peers * to_a_peer / link.bandwidth + rounds * link.latency
+                total += peers * to_a_peer / link.bandwidth
+                latency = max(latency, link.latency)
+        total += math.ceil(math.log2(size)) * (1 if sparse else 2) * latency
         inner, left = inner * size, left / size
     return total
 

@@ -25,6 +25,7 @@ from dsjax.errors import ConfigError, OutOfDeviceMemory
 from dsjax.mesh import batch_shards, map_named, named_leaves
 from dsjax.pipelining.partition import Partition, restacked, told
 from dsjax.pipelining.simulate import simulate
+from dsjax.train.carried import Kept
 from dsjax.train.host_batch import abstract
 from dsjax.train.program import Program
 from dsjax.train.recorder import LAG, Recorder
@@ -367,4 +368,5 @@ def _moved(program: Program, wanted: Program, state: Any) -> Any:
         leaf.delete()
         return new
 
-    return map_named(one, state)
+    residuals = Kept.of(wanted, program.facts()).carried(state.residuals)
+    return replace(map_named(one, replace(state, residuals={})), residuals=residuals)

@@ -25,6 +25,7 @@ from dsjax.config.exchange import GradSyncConfig
 from dsjax.config.parallel import PipelineConfig
 from dsjax.errors import ConfigError, InputError
 from dsjax.grad_sync import Exchange, make_exchange
+from dsjax.grad_sync.residuals import facts_of
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
 from dsjax.mesh.topology import Topology
 from dsjax.models import Stages
@@ -225,7 +226,7 @@ class Program:
         if held is None:
             return same
         slots, stack = np.asarray(held.slots), Stack(held.path, self.stack.paths)
-        wanted = self._slots(held.path)
+        wanted = self.slots(held.path)
         has, needs = (int(np.count_nonzero(table >= 0)) for table in (slots, wanted))
         if has != needs:
             raise InputError(
@@ -240,13 +241,15 @@ class Program:
             return move(tree)
 
         def back(tree: Any) -> Any:
-            whole = isinstance(tree, State)
-            places = self.state_shardings if whole else {n: getattr(self.state_shardings, n) for n in tree}
-            return placed(tree, places)
+            if not isinstance(tree, State):
+                return placed(tree, {name: getattr(self.state_shardings, name) for name in tree})
+            # Residuals are laid out otherwise (`carried`).
+            moved = placed(replace(tree, residuals={}), replace(self.state_shardings, residuals={}))
+            return replace(moved, residuals=tree.residuals)
 
         return lambda like: held.like(like, wanted, stack), back
 
-    def _slots(self, path: str) -> np.ndarray:
+    def slots(self, path: str) -> np.ndarray:
         """The layer in each slot of the stack at a path; without a pipeline they lie in order."""
         if self.stacking is not None:
             return self.stacking.slots
@@ -254,11 +257,12 @@ class Program:
         depths = [leaf.shape[0] for name, leaf in params.items() if name.startswith(f"{path}/") and leaf.ndim]
         return np.arange(depths[0] if depths else 0)
 
-    def layers_held(self) -> dict[str, Any] | None:
-        """What a checkpoint says of how its layers are stored; None: in order."""
-        if self.stacking is None or self.stacking.partition.in_order:
-            return None
-        return Held(self.stacking.path, tuple(map(int, self.stacking.slots))).facts()
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says of how it holds layers and residuals; None: in order, none."""
+        layers = None
+        if self.stacking is not None and not self.stacking.partition.in_order:
+            layers = Held(self.stacking.path, tuple(map(int, self.stacking.slots))).facts()
+        return {"layers": layers, "residuals": facts_of(self.parts.exchange)}
 
     def going_on(self, facts: Mapping[str, Any]) -> Program:
         """The program with the stages that a checkpoint was made with, if balancing may have found them."""

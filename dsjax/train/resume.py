@@ -9,6 +9,7 @@ from typing import Any
 from dsjax.checkpoint import DiskCheckpoints
 from dsjax.config import Config
 from dsjax.errors import InputError
+from dsjax.train.carried import Kept
 from dsjax.train.given import require_alive
 from dsjax.train.memory import refuse_oversized_state
 from dsjax.train.program import Program
@@ -30,9 +31,11 @@ def restore(
         if step is None:
             raise InputError(f"no checkpoint in {checkpoints.directory}; train first, or set run.dir")
     refuse_oversized_state(program.abstract_state, list(program.mesh.devices.flat))
-    like, back = program.held(checkpoints.facts(step))
-    state, facts = checkpoints.restore(step, like(program.abstract_state))
-    return back(state), facts
+    facts = checkpoints.facts(step)
+    (like, back), kept = program.held(facts), Kept.of(program, facts)
+    state, facts = checkpoints.restore(step, like(replace(program.abstract_state, residuals=kept.stored)))
+    state = back(state)
+    return replace(state, residuals=kept.carried(state.residuals)), facts | {"residuals_note": kept.note}
 
 
 def going_on(program: Program, checkpoints: DiskCheckpoints, given: State | None) -> Program:

@@ -70,7 +70,7 @@ class Stack:
 
     def holds(self, name: str, shape: Sequence[int], slots: int) -> bool:
         """Whether a leaf of so many slots is one; its name ends with that of its variable."""
-        if not shape or shape[0] != slots:
+        if not shape or shape[0] != slots or name.startswith("residuals/"):
             return False
         parts = name.split("/")
         ends = ("/".join(parts[i:]) for i in range(len(parts)))

@@ -298,7 +298,7 @@ class Trainer:
             "mesh": dict(self.mesh.shape),
             "processes": jax.process_count(),
             "loader": self._loader_state(step),
-            "layers": self.program.layers_held(),
+            **self.program.facts(),
         }
         self.checkpoints.save(step, state, meta)
 
@@ -363,15 +363,15 @@ class Trainer:
                 return state
             self.checkpoints.prepare()
             self.directory.check_space(self.checkpoints.directory, state_bytes(state))
-            first_batch = int(state.data_step)
-            data.restore(meta.get("loader"), first_batch)
+            data.restore(meta.get("loader"), first_batch := int(state.data_step))
             self._loader_state = data.state
             plan = self._plan(steps, stop_after, eval_loader, on_eval, on_checkpoint, data)
             plan.evaluate_first = owed
             with stop_on_signals() as stop, self._recording(step, steps, on_step) as recorder:
                 self.directory.begin(recorder.events, step, differences, unit=self._unit)
-                recorder.event("resumed" if resumed else "started", step, **self._facts())
-                for note in [*self.notes, *data.notes]:
+                taken_over = [note] if (note := meta.get("residuals_note")) else []
+                recorder.event("resumed" if resumed else "started", step, **self._facts(), notes=taken_over)
+                for note in [*self.notes, *taken_over, *data.notes]:
                     recorder.progress.message(note)
                 with loop.closing_iterator(data.iterate(first_batch)) as batches:
                     batches = self._not_alike(batches, recorder)

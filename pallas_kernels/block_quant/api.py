@@ -16,6 +16,12 @@ from pallas_kernels.block_quant import formats, reference, triton
 
 FORMATS = tuple(formats.FORMATS)
 KERNELS = {"triton": triton.GENERATIONS}
+# Before Ada no GPU converts to E4M3 itself, and the compiler gives up on the whole program.
+_FP8_KERNELS = {"triton": range(89, triton.GENERATIONS.stop)}
+
+
+def _kernels(format: str) -> dict[str, range]:
+    return _FP8_KERNELS if format == "fp8" else KERNELS
 
 
 def code_bytes(format: str, block: int) -> int:
@@ -70,7 +76,7 @@ def encode(
         residual = residual.astype(jnp.float32)
     if seed is not None:
         seed = jnp.asarray(seed, jnp.uint32)
-    chosen = hardware.choose(KERNELS)
+    chosen = hardware.choose(_kernels(format))
     if chosen == "reference" or not x.size:
         return reference.encode(x, residual, seed, fmt, block, beta)
     return triton.encode(x, residual, seed, fmt, block, beta, interpret=chosen == "interpret")
@@ -90,7 +96,7 @@ def decode(codes: jax.Array, scales: jax.Array, *, format: str, block: int = 128
       ValueError: shapes do not fit each other, the format or the block.
     """
     fmt = _packed("decode", codes, scales, format, block)
-    chosen = hardware.choose(KERNELS)
+    chosen = hardware.choose(_kernels(format))
     if chosen == "reference" or not codes.size:
         return reference.decode(codes, scales, fmt)
     return triton.decode_sum(codes[None], scales[None], fmt, block, interpret=chosen == "interpret")
@@ -112,7 +118,7 @@ def decode_sum(codes: jax.Array, scales: jax.Array, *, format: str, block: int =
     fmt = _packed("decode_sum", codes, scales, format, block)
     if codes.ndim < 3 or not codes.shape[0]:
         raise ValueError(f"decode_sum: expected codes [shards, ..., blocks, code_bytes]; got {codes.shape}")
-    chosen = hardware.choose(KERNELS)
+    chosen = hardware.choose(_kernels(format))
     if chosen == "reference" or not codes.size:
         return reference.decode_sum(codes, scales, fmt)
     return triton.decode_sum(codes, scales, fmt, block, interpret=chosen == "interpret")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import compat
 from pallas_kernels.matmul.scaling import TILE, amax_of, scale_of, to_e4m3
 
 
@@ -50,6 +51,6 @@ def product(
         # bf16 holds every E4M3 number, and products of bf16 are exact in fp32 on every chip.
         return v.astype(jnp.bfloat16).reshape(len(v), v.shape[1] // TILE, TILE).swapaxes(0, 1)
 
-    start = jnp.zeros((len(a), len(b)), jnp.float32)
+    start = compat.vary(jnp.zeros((len(a), len(b)), jnp.float32), (a, a_scales, b, b_scales))
     total, _ = lax.scan(tile, start, (by_tile(a), by_tile(b), a_scales.T, b_scales.T))
     return total.astype(out_dtype)
