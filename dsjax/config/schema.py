@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from dsjax.config.exchange import GradSyncConfig
+from dsjax.config.exchange import DilocoConfig, GradSyncConfig
 from dsjax.config.fields import (
     BelowOne,
     Fraction,
@@ -377,6 +377,7 @@ class Config(Section):
     mesh: MeshConfig = Field(default_factory=MeshConfig, description="Mesh axes.")
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="Pipeline stages.")
     grad_sync: GradSyncConfig = Field(default_factory=GradSyncConfig, description="Exchange of gradients.")
+    diloco: DilocoConfig = Field(default_factory=DilocoConfig, description="Local steps between exchanges.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="Training.")
     data: DataConfig = Field(default_factory=DataConfig, description="Data.")
     eval: EvalConfig = Field(default_factory=EvalConfig, description="Evaluation.")

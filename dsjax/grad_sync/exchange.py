@@ -129,6 +129,19 @@ class Exchange:
         sums, residuals = local(named, residuals, seed)
         return map_named(lambda path, _: sums[path], grads), residuals
 
+    def near_sum(self, x: jax.Array) -> jax.Array:
+        """The sum of a number over near replicas: those that are reduced before the codec."""
+        for level in range(len(self.route.parts) - 1):
+            x = lax.psum(x, AXIS, axis_index_groups=self._groups(level))
+        return x
+
+    def near(self, layout: Layout, grads: Any) -> Any:
+        """Sums of gradients over near replicas only."""
+        if self.route.inner == 1:
+            return grads
+        specs = map_named(lambda path, _: left_spec(layout, path), grads)
+        return layout.shard_map(lambda g: jax.tree.map(self.near_sum, g), (specs,), specs)(grads)
+
     def _local(
         self, grads: dict[str, jax.Array], residuals: Residuals, seed: Any
     ) -> tuple[dict[str, jax.Array], Residuals]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,13 +26,21 @@ def abstract_state(
     exchange: Exchange | None,
     params: nnx.State,
     model_state: nnx.State,
+    apart: bool = False,
 ) -> State:
-    """The state of abstract parameters and other variables, with the places of all arrays on the mesh."""
+    """The state of abstract parameters and other variables, with the places of all arrays on the mesh.
+
+    Args:
+      apart: replicas train apart and each has parameters and an optimizer of its own.
+    """
     mesh = layout.mesh
     replicated, fallback = NamedSharding(mesh, P()), Layout(mesh)
     opt_state = jax.eval_shape(optimizer.init, params)
     residuals = residual_shapes(exchange) if exchange is not None else {}
-    shapes = jax.eval_shape(first_state, params, model_state, opt_state, residuals)
+    replicas = exchange.route.replicas if exchange is not None and apart else None
+    shapes = jax.eval_shape(
+        partial(first_state, replicas=replicas), params, model_state, opt_state, residuals
+    )
     places = layout.param_shardings(params)
 
     def other(shape: tuple[int, ...]) -> NamedSharding:
@@ -43,20 +52,31 @@ def abstract_state(
             return replicated
         return NamedSharding(mesh, layout.param_spec(path_name(path), leaf.shape))
 
+    opt_places = optimizer_shardings(opt_state, params, places, other)
+    workers = {}
+    if replicas is not None:
+        opt_places, own = (jax.tree.map(_of_each, tree) for tree in (opt_places, places))
+        workers = {"params": own, "momentum": places}
     shardings = replace(
         jax.tree.map(lambda _: replicated, shapes),
         params=places,
         model_state=jax.tree_util.tree_map_with_path(frozen, model_state),
-        opt_state=optimizer_shardings(opt_state, params, places, other),
+        opt_state=opt_places,
         residuals={
             name: {path: NamedSharding(mesh, spec) for path, spec in part.items()}
             for name, part in residual_specs(exchange).items()
         },
+        workers=workers,
     )
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         shapes, shardings,
     )  # fmt: skip
+
+
+def _of_each(place: NamedSharding) -> NamedSharding:
+    """Where an array of which every replica has its own lies."""
+    return NamedSharding(place.mesh, P("data", *place.spec))
 
 
 def declared_axes(model: nnx.Module) -> dict[str, Any]:

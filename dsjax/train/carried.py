@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from dsjax.mesh import AXES
 from dsjax.pipelining.partition import restacked
 from dsjax.train.program import Program
 from dsjax.train.stacking import Held
+from dsjax.train.state import State, each_its_own
 
 
 @dataclass(frozen=True)
@@ -110,3 +111,70 @@ def _spread(program: Program, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStru
     divides = shape.shape[-1] % program.mesh.size == 0
     spec = P(*(None,) * (len(shape.shape) - 1), AXES) if divides else P()
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(program.mesh, spec))
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The replicas that train apart in a checkpoint and in a program: each has an optimizer of its own.
+
+    Attributes:
+      before, now: how many; None: they do not train apart.
+    """
+
+    program: Program
+    before: int | None
+    now: int | None
+
+    @staticmethod
+    def of(program: Program, facts: Mapping[str, Any]) -> Workers:
+        """Those of a checkpoint by its facts."""
+        return Workers(program, facts.get("workers"), program.workers)
+
+    def stored(self, abstract: State) -> State:
+        """The abstract state as the checkpoint holds it."""
+        if self.before == self.now:
+            return abstract
+        state = abstract
+        if self.now is not None:
+            one = partial(jax.tree.map, _one_of)
+            state = replace(state, opt_state=one(state.opt_state), workers={})
+        if self.before is not None:
+            each = partial(jax.tree.map, partial(_many_of, self.before))
+            momentum = jax.tree.map(
+                lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), state.params
+            )
+            workers = {"params": each(state.params), "momentum": momentum}
+            state = replace(state, opt_state=each(state.opt_state), workers=workers)
+        return state
+
+    def carried(self, state: State) -> State:
+        """The state for as many workers as there are now: each begins with the mean of what they had."""
+        if self.before == self.now:
+            return state
+        places = self.program.state_shardings
+        momentum = state.workers.get("momentum")
+        parted = (state.opt_state, state.params)
+        if self.before is not None:
+            parted = jax.tree.map(_mean_of, (state.opt_state, state.workers["params"]))
+        if self.now is None:
+            return replace(state, opt_state=jax.device_put(parted[0], places.opt_state), workers={})
+        opt_state, own = each_its_own(parted, self.now)
+        if momentum is None:
+            momentum = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
+        workers = jax.device_put({"params": own, "momentum": momentum}, places.workers)
+        return replace(state, opt_state=jax.device_put(opt_state, places.opt_state), workers=workers)
+
+
+def _one_of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """One replica's part of what each has."""
+    place = NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=place)
+
+
+def _many_of(replicas: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    place = NamedSharding(leaf.sharding.mesh, P(None, *leaf.sharding.spec))
+    return jax.ShapeDtypeStruct((replicas, *leaf.shape), leaf.dtype, sharding=place)
+
+
+def _mean_of(leaf: jax.Array) -> jax.Array:
+    return jnp.mean(leaf, axis=0).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[0]

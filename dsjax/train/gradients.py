@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from dsjax.config.exchange import DilocoConfig
 from dsjax.grad_sync import Exchange
 from dsjax.mesh import Layout, map_named
 from dsjax.mesh.inside import left_spec
@@ -41,6 +42,7 @@ class StepParts:
       stages: the model cut before, between and after its layers; None: it cannot be.
       pipelining: the stages and schedule of a mesh with `pipeline`; the loss is then theirs.
       exchange: of gradients between the replicas of `data`; None: there is one.
+      apart: how workers train apart and meet; None: they exchange gradients at every step.
     """
 
     graph: nnx.GraphDef
@@ -53,6 +55,7 @@ class StepParts:
     stages: Stages | None = None
     pipelining: Pipelining | None = None
     exchange: Exchange | None = None
+    apart: DilocoConfig | None = None
 
 
 @dataclass

@@ -31,6 +31,7 @@ def lay_out(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh, **more: Any
         fsdp_gather=train.fsdp_gather,
         pipeline=_pipeline(config),
         grad_sync=config.grad_sync,
+        diloco=config.diloco,
         rows_a_pass=_rows_a_pass(config, mesh),
         costs=_costs(recipe, config, mesh),
         compute_dtype=compute_dtype(config.precision.policy, platform),

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.config.exchange import GradSyncConfig
+from dsjax.config.exchange import DilocoConfig, GradSyncConfig
 from dsjax.config.parallel import PipelineConfig
 from dsjax.errors import ConfigError, InputError
 from dsjax.grad_sync import Exchange, make_exchange
@@ -80,7 +80,7 @@ class Program:
     Args:
       compute_dtype: type of matrix products.
       trainable: path patterns of the parameters to train; empty: all.
-      max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync: as in the config.
+      max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync, diloco: as in the config.
       topology: which devices are near to each other; by default as they say themselves.
       rows_a_pass: rows of a batch shard in a pass of the pipeline, where they are known.
       costs: cost of a layer, of the embedding and of the head, in any unit, where they are known: layers are
@@ -104,6 +104,7 @@ class Program:
     remat: str = "none"
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     grad_sync: GradSyncConfig = field(default_factory=GradSyncConfig)
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
     topology: Topology | None = None
     rows_a_pass: int | None = None
     costs: Costs | None = None
@@ -140,11 +141,14 @@ class Program:
         self.layout.check(nnx.state(model, nnx.Param))
         optimizer = recipe.make_optimizer(self.layout.names_of)
         exchange, self._exchange_notes = self._exchange(params, model_state)
+        apart = self.diloco if self.diloco.inner_steps and exchange is not None else None
         self.parts = StepParts(
             graph, recipe.loss, optimizer, recipe.schedule, self.layout, self.max_grad_norm, self.remat,
-            recipe.stages, self.stacking.pipelining if self.stacking else None, exchange,
+            recipe.stages, self.stacking.pipelining if self.stacking else None, exchange, apart,
         )  # fmt: skip
-        self.abstract_state = abstract_state(self.layout, optimizer, exchange, params, model_state)
+        self.abstract_state = abstract_state(
+            self.layout, optimizer, exchange, params, model_state, apart is not None
+        )
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         # Shards of the batch, and how many of them are this process's: the same at every step.
         self._shards = batch_shards(self.mesh), len(process_rows(self.mesh, batch_shards(self.mesh)))
@@ -164,7 +168,12 @@ class Program:
         return NamedSharding(self.mesh, P())
 
     def _exchange(self, params: nnx.State, model_state: nnx.State) -> tuple[Exchange | None, list[str]]:
-        if statistics(model_state) and self.grad_sync.codec == "dense":
+        if self.diloco.inner_steps and self.stacking is not None:
+            raise ConfigError(
+                "diloco.inner_steps: workers that train apart do not take part in a pipeline; set mesh.pipeline=1 or "
+                "diloco.inner_steps=0"
+            )
+        if statistics(model_state) and self.grad_sync.codec == "dense" and not self.diloco.inner_steps:
             # The compiler, which sees all replicas, then makes statistics of a microbatch of all of them.
             return None, []
         groups = self.recipe.stages.layers if self.recipe.stages and self.stacking is None else None
@@ -174,7 +183,12 @@ class Program:
     def notes(self) -> list[str]:
         """What was chosen for the run, to be told once."""
         pipeline = [] if self.stacking is None else [self.stacking.words]
-        return [*pipeline, *self._exchange_notes]
+        apart, exchange, note = self.diloco.inner_steps, self.parts.exchange, []
+        if apart and exchange is None:
+            note = ["diloco.inner_steps: there is one replica (mesh.data is 1), so there is nobody to meet"]
+        elif apart and exchange is not None:
+            note = [f"diloco: {exchange.route.outer} workers train apart and meet every {apart} steps"]
+        return [*pipeline, *self._exchange_notes, *note]
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -190,7 +204,9 @@ class Program:
             _, *states = nnx.split(self._model(key), self._filter, ...)
             params, model_state = map(self._stored, states)
             residuals = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract_state.residuals)
-            return first_state(params, model_state, self.parts.optimizer.init(params), residuals)
+            return first_state(
+                params, model_state, self.parts.optimizer.init(params), residuals, self.workers
+            )
 
         started = time.monotonic()
         made = jax.jit(make, out_shardings=self.state_shardings, compiler_options=self._options())
@@ -262,7 +278,13 @@ class Program:
         layers = None
         if self.stacking is not None and not self.stacking.partition.in_order:
             layers = Held(self.stacking.path, tuple(map(int, self.stacking.slots))).facts()
-        return {"layers": layers, "residuals": facts_of(self.parts.exchange)}
+        return {"layers": layers, "residuals": facts_of(self.parts.exchange), "workers": self.workers}
+
+    @property
+    def workers(self) -> int | None:
+        """Replicas that train apart between exchanges; None: gradients are exchanged at every step."""
+        exchange = self.parts.exchange
+        return exchange.route.replicas if exchange is not None and self.parts.apart else None
 
     def going_on(self, facts: Mapping[str, Any]) -> Program:
         """The program with the stages that a checkpoint was made with, if balancing may have found them."""

@@ -9,7 +9,7 @@ from typing import Any
 from dsjax.checkpoint import DiskCheckpoints
 from dsjax.config import Config
 from dsjax.errors import InputError
-from dsjax.train.carried import Kept
+from dsjax.train.carried import Kept, Workers
 from dsjax.train.given import require_alive
 from dsjax.train.memory import refuse_oversized_state
 from dsjax.train.program import Program
@@ -32,9 +32,10 @@ def restore(
             raise InputError(f"no checkpoint in {checkpoints.directory}; train first, or set run.dir")
     refuse_oversized_state(program.abstract_state, list(program.mesh.devices.flat))
     facts = checkpoints.facts(step)
-    (like, back), kept = program.held(facts), Kept.of(program, facts)
-    state, facts = checkpoints.restore(step, like(replace(program.abstract_state, residuals=kept.stored)))
-    state = back(state)
+    (like, back), kept, workers = program.held(facts), Kept.of(program, facts), Workers.of(program, facts)
+    stored = workers.stored(replace(program.abstract_state, residuals=kept.stored))
+    state, facts = checkpoints.restore(step, like(stored))
+    state = back(workers.carried(state))
     return replace(state, residuals=kept.carried(state.residuals)), facts | {"residuals_note": kept.note}
 
 

@@ -26,6 +26,8 @@ class State:
       opt_state: the optimizer's state.
       residuals: what codecs of the gradient exchange lost and error feedback will add: kind -> path -> float32
         [replicas, axes that cut the parameter..., numbers].
+      workers: with local steps (`diloco`), the parameters of each replica [replicas, ...] and the outer momentum;
+        `params` are those that they last met at, and `opt_state` is each replica's own [replicas, ...].
     """
 
     step: jax.Array
@@ -37,16 +39,28 @@ class State:
     model_state: nnx.State
     opt_state: Any
     residuals: dict[str, dict[str, jax.Array]]
+    workers: dict[str, Any]
 
 
-def first_state(params: nnx.State, model_state: nnx.State, opt_state: Any, residuals: Any) -> State:
-    """The state before the first step."""
+def first_state(
+    params: nnx.State, model_state: nnx.State, opt_state: Any, residuals: Any, replicas: int | None = None
+) -> State:
+    """The state before the first step; with `replicas` that train apart each has its own."""
 
     def zero() -> jax.Array:
         return jnp.zeros((), jnp.int32)
 
-    seen = jnp.zeros((2,), jnp.float32)
-    return State(zero(), zero(), zero(), zero(), seen, params, model_state, opt_state, residuals)
+    seen, apart = jnp.zeros((2,), jnp.float32), {}
+    if replicas is not None:
+        momentum = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        apart = {"params": each_its_own(params, replicas), "momentum": momentum}
+        opt_state = each_its_own(opt_state, replicas)
+    return State(zero(), zero(), zero(), zero(), seen, params, model_state, opt_state, residuals, apart)
+
+
+def each_its_own(tree: Any, replicas: int) -> Any:
+    """A tree of which every replica has its own: a leading dimension of `replicas`."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), tree)
 
 
 def statistics(model_state: nnx.State) -> list[nnx.Variable]:

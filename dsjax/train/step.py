@@ -9,6 +9,7 @@ devices in fp32 and divided once.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from flax import nnx
 
 from dsjax.grad_sync import mean
 from dsjax.mesh import gather_all, use_layout
+from dsjax.train.diloco import by_worker, outer_step
 from dsjax.train.gradients import (
     Batch,
     Microbatches,
@@ -55,6 +57,16 @@ def _summed(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, nnx.Sta
     return replace(sums, grads=grads), model_state, state.residuals
 
 
+def _updated(parts: StepParts, params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, jax.Array]:
+    """(parameters, optimizer state, norm of the gradient before it is clipped)."""
+    norm = optax.tree.norm(grads)
+    if parts.max_grad_norm is not None:
+        scale = jnp.minimum(1.0, parts.max_grad_norm / jnp.maximum(norm, 1e-12))
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    updates, opt_state = parts.optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, norm
+
+
 def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -> tuple[State, Metrics]:
     """One optimizer step.
 
@@ -67,22 +79,16 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
       or gradient is not finite, or in which no example has weight, changes nothing but the step
       number, the data position and the count of skipped steps.
     """
-    layout = parts.layout
-    with use_layout(layout):
-        sums, model_state, residuals = _summed(parts, state, batch)
-    grads, weight = at_rest(layout, sums.grads), jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
-    norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
-    applied = finite & (sums.weight > 0)
-    if parts.max_grad_norm is not None:
-        scale = jnp.minimum(1.0, parts.max_grad_norm / jnp.maximum(norm, 1e-12))
-        grads = jax.tree.map(lambda g: g * scale, grads)
-    updates, opt_state = parts.optimizer.update(grads, state.opt_state, state.params)
-    new_params = optax.apply_updates(state.params, updates)
-
-    def choose(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda n, o: jnp.where(applied, n, o) if n is not o else o, new, old)
-
+    with use_layout(parts.layout):
+        if parts.apart:
+            sums, after, norm = _apart(parts, state, batch)
+        else:
+            sums, after, norm = _together(parts, state, batch)
+    weight = jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
+    applied = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (sums.weight > 0)
+    after = jax.tree.map(
+        lambda new, old: jnp.where(applied, new, old) if new is not old else old, after, state
+    )
     metrics = {
         "loss": sums.loss / weight,
         "tokens": sums.weight,
@@ -93,20 +99,49 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
     }
     if parts.schedule is not None:
         metrics["learning_rate"] = jnp.asarray(parts.schedule(state.updates), jnp.float32)
-    next_state = State(
+    after = replace(
+        after,
         step=state.step + 1,
         updates=state.updates + applied,
         skipped=jnp.where(applied, 0, state.skipped + 1),
         data_step=state.data_step + 1,
         tokens_seen=add_exactly(state.tokens_seen, sums.weight),
-        params=choose(new_params, state.params),
-        model_state=choose(model_state, state.model_state),
-        opt_state=choose(opt_state, state.opt_state),
-        residuals=choose(residuals, state.residuals),
     )
-    metrics["skipped"] = next_state.skipped
-    metrics["tokens_seen"] = next_state.tokens_seen
-    return next_state, metrics
+    if parts.apart:
+        after = _met(parts, after)
+    metrics["skipped"], metrics["tokens_seen"] = after.skipped, after.tokens_seen
+    return after, metrics
+
+
+def _together(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, State, jax.Array]:
+    """One update of the mean gradient: (sums, the state after it, the gradient's norm)."""
+    sums, model_state, residuals = _summed(parts, state, batch)
+    grads = at_rest(parts.layout, sums.grads)
+    params, opt_state, norm = _updated(parts, state.params, state.opt_state, grads)
+    changed = {"params": params, "model_state": model_state, "opt_state": opt_state, "residuals": residuals}
+    return sums, replace(state, **changed), norm
+
+
+def _apart(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, State, jax.Array]:
+    """An update of each worker's own: (sums, the state after it, the largest of their gradients' norms)."""
+    assert parts.exchange is not None
+    sums, model_state = by_worker(parts, parts.exchange, state, batch)
+    each = jax.vmap(partial(_updated, parts), spmd_axis_name="data")
+    params, opt_state, norms = each(state.workers["params"], state.opt_state, sums.grads)
+    changed = {
+        "model_state": model_state,
+        "opt_state": opt_state,
+        "workers": {**state.workers, "params": params},
+    }
+    return sums, replace(state, **changed), jnp.max(norms)
+
+
+def _met(parts: StepParts, state: State) -> State:
+    """After every so many steps the workers meet."""
+    assert parts.exchange is not None and parts.apart is not None
+    meet = partial(outer_step, parts, parts.exchange, parts.apart)
+    with use_layout(parts.layout):
+        return jax.lax.cond(state.step % parts.apart.inner_steps == 0, meet, lambda state: state, state)
 
 
 def eval_step(parts: StepParts, params: nnx.State, model_state: nnx.State, batch: Batch) -> Metrics:

@@ -24,7 +24,7 @@ from dsjax.models import Stages
 from dsjax.observe import check_sinks, peak_flops, write_report
 from dsjax.train import loop
 from dsjax.train.agreement import require_same_settings
-from dsjax.train.given import Init, Optimizer, as_loss, as_optimizer, as_schedule, require_alive
+from dsjax.train.given import SCRIPTS_OWN, Init, Optimizer, as_loss, as_optimizer, as_schedule, require_alive
 from dsjax.train.lay_out import lay_out
 from dsjax.train.optimizers import Schedule
 from dsjax.train.program import Program, Recipe
@@ -38,12 +38,6 @@ from dsjax.train.tracing import trace_window
 
 # Metrics that only the loop has a use for.
 _OF_THE_LOOP = ("stop", "skipped", "tokens_seen")
-# The settings that a trainer of a script has; its model, data and optimizer are the script's own.
-_SCRIPTS_OWN = {
-    "run": True, "runtime": True, "mesh": True, "pipeline": True, "eval": True, "precision": True, "stability": True,
-    "checkpoint": True, "observe": True,
-    "train": {"steps", "gradient_accumulation_steps", "remat", "fsdp_gather"},
-}  # fmt: skip
 
 
 class Trainer:
@@ -66,8 +60,8 @@ class Trainer:
         `fsdp` along the largest dimension. A model's Flax partitioning metadata counts too.
       trainable: path patterns of the parameters to train; empty: all.
       stages: the model cut for a mesh with `pipeline` (`dsjax.Stages`); `loss` may then be left out.
-      run, runtime, pipeline, eval, precision, stability, checkpoint, observe: the config's sections of these
-        names, as mappings.
+      run, runtime, pipeline, grad_sync, diloco, eval, precision, stability, checkpoint, observe: the config's
+        sections of these names, as mappings.
       compiler_options: XLA options of the step, over those of the platform's preset.
       allow_config_change: resume although settings differ from those the run was started with.
       unit: what the loss's weight counts, for what is shown to people.
@@ -95,6 +89,8 @@ class Trainer:
         run: Mapping[str, Any] | None = None,
         runtime: Mapping[str, Any] | None = None,
         pipeline: Mapping[str, Any] | None = None,
+        grad_sync: Mapping[str, Any] | None = None,
+        diloco: Mapping[str, Any] | None = None,
         eval: Mapping[str, Any] | None = None,
         precision: Mapping[str, Any] | None = None,
         stability: Mapping[str, Any] | None = None,
@@ -110,7 +106,8 @@ class Trainer:
             )
         given = {
             "run": run, "runtime": runtime, "mesh": mesh, "pipeline": pipeline, "eval": eval, "precision": precision,
-            "stability": stability, "checkpoint": checkpoint, "observe": observe,
+            "stability": stability, "checkpoint": checkpoint, "observe": observe, "grad_sync": grad_sync,
+            "diloco": diloco,
         }  # fmt: skip
         values = {name: dict(section) for name, section in given.items() if section is not None}
         values["train"] = {
@@ -129,7 +126,7 @@ class Trainer:
         recipe = Recipe(init, loss, lambda names_of: made, as_schedule(learning_rate), dict(param_axes or {}))
         recipe.remat_by_step, recipe.stages = stages is None, stages
         rate = {"learning_rate"} & set(values["optimizer"])
-        only = {**_SCRIPTS_OWN, "optimizer": {"max_grad_norm", "trainable", *rate}}
+        only = {**SCRIPTS_OWN, "optimizer": {"max_grad_norm", "trainable", *rate}}
         self._start(recipe, config, devices, compiler_options, allow_config_change, only)
         self._unit, self._by_script = unit, True
 
