@@ -35,8 +35,8 @@ PLAIN: Mapping[str, Any] = {
 EXCHANGES: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     # Two levels where `data` spans pairs of near devices, in groups of layers that one layer fills.
-    "pairs": {"topology": {"node": 2}, "route": "hierarchical", "bucket_bytes": 4096},
-    "groups": {"bucket_bytes": 20_000},
+    "pairs": {"topology": {"node": 2}, "route": "hierarchical", "overlap": True, "bucket_bytes": 4096},
+    "groups": {"overlap": True, "bucket_bytes": 20_000},
 }
 COMPUTED = ("rows", "dropout", "tied", "optimizer", "window", "layers")
 

@@ -18,6 +18,8 @@ from typing import Any
 from dsjax.aot.chips import Chip, Link, load_chips, unknown_chip
 from dsjax.backend.drivers import cuda_plugin, has_driver, installed, quiet
 from dsjax.errors import ConfigError
+from dsjax.mesh import topology
+from dsjax.mesh.topology import Level, Topology
 
 INSTALL_AOT = "pip install 'dsjax[aot]'"
 _FORMS = "8xH100 (devices x chip), 16x8xH100 (hosts x devices x chip), v5p:2x2x2 (a TPU slice) or cpu:8"
@@ -64,6 +66,16 @@ class Target:
         if self.slice_shape is not None:
             return self.size
         return max(self.devices_per_host, self.chip.domain or 0)
+
+    @property
+    def topology(self) -> Topology:
+        """Which of its devices are near to each other, and over which links."""
+        near, far = (
+            topology.Link(link.bandwidth, link.latency) for link in (self.chip.node, self.chip.network)
+        )
+        if self.domain >= self.size:
+            return Topology((), near)
+        return Topology((Level("node", self.domain, near),) if self.domain > 1 else (), far, several=True)
 
     @property
     def doubt(self) -> str | None:

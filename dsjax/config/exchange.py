@@ -83,10 +83,11 @@ class GradSyncConfig(Section):
         {},
         "Groups of near devices, the smallest first, as {node: 8, rack: 64}. Default: the hosts that are there.",
     )
-    overlap: bool = described(
-        True,
+    overlap: bool | None = described(
+        None,
         "Exchange the gradients of a group of layers while those of the group before are computed (models of "
-        "stacked layers, no pipeline).",
+        "stacked layers, no pipeline). Default: where replicas are in different nodes and train.remat is full; "
+        "with less recomputation XLA holds more activations for it, and it takes longer to compile everywhere.",
     )
     bucket_bytes: PositiveInt = described(
         2**27,

@@ -77,6 +77,8 @@ class Exchange:
       codec: of coded tensors; None: fp32.
       tensors: by path.
       settings: as in the config.
+      both_ways: pairs send by a sum of words: the CPU's transport (gloo) gathers in one direction at a time, and sums
+        in both.
       groups: layers of a stack that are exchanged together, the first ones first; None: all at once.
     """
 
@@ -85,13 +87,22 @@ class Exchange:
     tensors: Mapping[str, Tensor]
     settings: GradSyncConfig = field(default_factory=GradSyncConfig)
     groups: tuple[int, ...] | None = None
+    both_ways: bool = False
 
     @property
     def keeps(self) -> tuple[str, ...]:
         """Names of the residuals that are kept: of what a group of near replicas sends, and of sums."""
         if self.codec is None or not self.codec.lossy or not self.settings.error_feedback:
             return ()
-        return ("sent",) if self.codec.sparse else ("sent", "summed")
+        return ("sent",) if self.gathers else ("sent", "summed")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all that is coded goes to all, which add it up: the same bytes for two, and coded once only.
+
+        Sparse sums would have more numbers than what they are made of.
+        """
+        return self.codec is not None and (self.codec.sparse or self.route.outer == 2)
 
     def pieces(self, tensor: Tensor) -> list[int]:
         """Numbers that one device adds up, window by window: padded, so that all have as many."""
@@ -155,9 +166,8 @@ class Exchange:
             else:
                 mine = {n: [kept[n][path] for path in paths] for n in kept}
                 salt = jnp.uint32(zlib.crc32(paths[0].encode()))
-                assert self.codec is not None
-                coded_sums = self._sparse if self.codec.sparse else self._blocks
-                sent, mine = coded_sums(flat, mine, seed ^ salt ^ (replica * jnp.uint32(0x9E3779B9)))
+                exchanged = self._gathered if self.gathers else self._owned
+                sent, mine = exchanged(flat, mine, seed ^ salt ^ (replica * jnp.uint32(0x9E3779B9)))
                 for name, new in mine.items():
                     kept[name] |= dict(zip(paths, new, strict=True))
             sums |= {p: s.reshape(grads[p].shape) for p, s in zip(paths, sent, strict=True)}
@@ -201,8 +211,21 @@ class Exchange:
     def _everywhere(self, x: jax.Array, levels: Sequence[int]) -> jax.Array:
         """[..., as x]: what all devices of the groups have, the last level innermost."""
         for level in levels:
-            x = lax.all_gather(x, AXIS, axis_index_groups=self._groups(level))
+            groups = self._groups(level)
+            if self.both_ways and self.route.parts[level] == 2 and x.dtype == jnp.uint8:
+                x = self._pair(x, level)
+            else:
+                x = lax.all_gather(x, AXIS, axis_index_groups=groups)
         return x
+
+    def _pair(self, x: jax.Array, level: int) -> jax.Array:
+        """The bytes of two, as an all-gather gives them: the other's are the sum of both, as words, minus one's own."""
+        flat = jnp.pad(x.reshape(-1), (0, -x.size % 4))
+        own = lax.bitcast_convert_type(flat.reshape(-1, 4), jnp.uint32)
+        other = lax.psum(own, AXIS, axis_index_groups=self._groups(level)) - own
+        second = lax.axis_index(AXIS) // math.prod(self.route.parts[:level]) % 2 == 1
+        both = jnp.where(second, jnp.stack([other, own]), jnp.stack([own, other]))
+        return lax.bitcast_convert_type(both, jnp.uint8).reshape(2, -1)[:, : x.size].reshape(2, *x.shape)
 
     def _whole(self, x: jax.Array, flat: Sequence[jax.Array], pieces: list[int]) -> list[jax.Array]:
         """The tensors of sums [inner..., outer, numbers]."""
@@ -214,7 +237,7 @@ class Exchange:
         x = lax.psum(x, AXIS, axis_index_groups=self._groups(len(self.route.parts) - 1))
         return self._whole(self._everywhere(x, inner), flat, pieces)
 
-    def _blocks(
+    def _owned(
         self, flat: Sequence[jax.Array], residuals: dict[str, list[jax.Array]], seed: Any
     ) -> tuple[list[jax.Array], dict[str, list[jax.Array]]]:
         """Pieces go to their owners, who add them up and send the sums to all."""
@@ -241,15 +264,15 @@ class Exchange:
         found = codec.after(codec.decode(payloads, numbers)).reshape(*self.route.parts[:-1], outer, numbers)
         return self._whole(found, flat, pieces), residuals
 
-    def _sparse(
+    def _gathered(
         self, flat: Sequence[jax.Array], residuals: dict[str, list[jax.Array]], seed: Any
     ) -> tuple[list[jax.Array], dict[str, list[jax.Array]]]:
-        """The largest numbers of each tensor go to all."""
+        """What each sends goes to all, tensor by tensor."""
         codec, last, outer = self.codec, len(self.route.parts) - 1, self.route.outer
         assert codec is not None
         x, pieces = self._reduced(flat, codec.granule)
         payloads = []
-        for index, part in enumerate(_split(x, pieces)):
+        for index, part in enumerate(_split(codec.before(x), pieces)):
             old = residuals["sent"][index] if "sent" in residuals else None
             payload, left = codec.encode(part.reshape(-1), None if old is None else old.reshape(-1), seed)
             payloads.append(payload)
@@ -260,7 +283,7 @@ class Exchange:
         for payload, piece in zip(_split(gathered, [p.size for p in payloads]), pieces, strict=True):
             sums = _mapped(partial(codec.decode_sum, n=outer * piece), payload, last)
             found.append(sums.reshape(*self.route.parts[:-1], outer, piece))
-        return self._whole(jnp.concatenate(found, axis=-1), flat, pieces), residuals
+        return self._whole(codec.after(jnp.concatenate(found, axis=-1)), flat, pieces), residuals
 
 
 def _split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from dsjax.config.exchange import GradSyncConfig
 from dsjax.grad_sync.codecs import Codec, make_codec
 from dsjax.grad_sync.exchange import AXIS, Exchange, Tensor
@@ -41,14 +43,17 @@ def make_exchange(
     if topology is None or config.topology:
         devices = list(mesh.devices.flat)
         topology = given(config.topology, len(devices)) if config.topology else detected(devices)
-    leaves = named_leaves(params)
-    windows = _windows(config, layout, leaves, stack)
+    leaves, levels = named_leaves(params), along(topology, mesh, AXIS)
+    far = topology.several and levels[-1][1] == topology.link
+    windows = (
+        _windows(config, layout, leaves, stack) if config.overlap or (far and config.overlap is None) else ()
+    )
     tensors = {}
     for path, leaf in leaves.items():
         tensors[path] = _tensor(config, layout, path, leaf, codec, windows if _within(path, stack) else ())
     numbers = sum(sum(t.numbers) for t in tensors.values() if t.coded) or 1
-    route = choose_route(along(topology, mesh, AXIS), numbers, codec, config.route)
-    exchange = Exchange(route, codec, tensors, config, windows or None)
+    route = choose_route(levels, numbers, codec, config.route)
+    exchange = Exchange(route, codec, tensors, config, windows or None, _on_cpu(mesh))
     return exchange, [note for note in (topology.note, _told(config, exchange)) if note]
 
 
@@ -56,6 +61,11 @@ _ALONE = (
     "grad_sync.codec: {codec} has nothing to do, as there is one replica (mesh.data is 1): gradients are summed over "
     "fsdp as they are"
 )
+
+
+def _on_cpu(mesh: Any) -> bool:
+    # A plan's formulas have a mesh without devices.
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
 def _told(config: GradSyncConfig, exchange: Exchange) -> str:
@@ -102,7 +112,7 @@ def _windows(
 ) -> tuple[int, ...]:
     """Layers of each group whose gradients fill a bucket; () where they are exchanged all at once."""
     stacked = {path: leaf for path, leaf in leaves.items() if _within(path, stack)}
-    if not config.overlap or not stacked:
+    if not stacked:
         return ()
     depth = next(iter(stacked.values())).shape[0]
     tensors = [_tensor(config, layout, path, leaf, None, ()) for path, leaf in stacked.items()]

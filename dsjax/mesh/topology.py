@@ -43,12 +43,14 @@ class Topology:
     Attributes:
       levels: the smallest groups first, each a multiple of the one before.
       link: between devices of different groups of the last level.
+      several: there is more than one node.
       note: what was assumed, to be told; empty where nothing was.
     """
 
     levels: tuple[Level, ...] = ()
     link: Link = NEAR
     note: str = ""
+    several: bool = False
 
 
 def given(levels: Mapping[str, Any], devices: int) -> Topology:
@@ -73,7 +75,7 @@ def given(levels: Mapping[str, Any], devices: int) -> Topology:
         made.append(Level(name, level.devices, Link(bandwidth, latency)))
     inner = [level for level in made if level.devices < devices]
     whole = next((level.link for level in made if level.devices == devices), FAR)
-    return Topology(tuple(inner), whole)
+    return Topology(tuple(inner), whole, several=bool(inner))
 
 
 def detected(devices: Sequence[Any]) -> Topology:
@@ -96,8 +98,8 @@ def detected(devices: Sequence[Any]) -> Topology:
             "say otherwise in grad_sync.topology"
         )
     if each == 1:
-        return Topology((), FAR)
-    return Topology((Level("node", each, NEAR),), FAR)
+        return Topology((), FAR, several=True)
+    return Topology((Level("node", each, NEAR),), FAR, several=True)
 
 
 def along(topology: Topology, mesh: Mesh, axis: str) -> list[tuple[int, Link]]:
@@ -107,7 +109,9 @@ def along(topology: Topology, mesh: Mesh, axis: str) -> list[tuple[int, Link]]:
     devices is left out.
     """
     size = mesh.shape[axis]
-    order = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), mesh.axis_names.index(axis), -1)
+    order = np.moveaxis(
+        np.arange(mesh.size).reshape(tuple(mesh.shape.values())), list(mesh.shape).index(axis), -1
+    )
     places = order.reshape(-1, size)
     found, done = [], 1
     for level in topology.levels:

@@ -64,7 +64,7 @@ def run_stacked(
 
     group = re.fullmatch(r"every_(\d+)", remat)
     if group is None:
-        x, rest = run(_recomputed(one, remat), x, (params, others, jnp.arange(depth)))
+        x, rest = run(_recomputed(one, remat, source is not None), x, (params, others, jnp.arange(depth)))
         nnx.update(module, rest)
         return x
 
@@ -114,9 +114,10 @@ def _groups(leaf: jax.Array, *, start: int, end: int, size: int) -> jax.Array:
     return leaf[start:end].reshape(-1, size, *leaf.shape[1:])
 
 
-def _recomputed(step: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def _recomputed(step: Callable[..., Any], remat: str, short: bool) -> Callable[..., Any]:
     if remat == "none":
         return step
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-    # Inside a scan the compiler cannot merge the second computation with the first.
-    return jax.checkpoint(step, policy=policy, prevent_cse=False)
+    # Inside a scan the compiler cannot merge the second computation with the first, unless it is so short that XLA
+    # writes it out.
+    return jax.checkpoint(step, policy=policy, prevent_cse=short)

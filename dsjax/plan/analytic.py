@@ -28,13 +28,14 @@ def memory(laid: Laid) -> MemoryUse:
     else:
         temporary = _kept(laid) + _gradients(laid) + max(_in_the_head(laid), _in_a_layer(laid))
     batch = int(_BATCH_BYTES * laid.tokens_a_device * laid.microbatches)
-    total = int(parameters + optimizer + batch + temporary)
+    total = int(parameters + optimizer + batch + laid.kept + temporary)
     return MemoryUse(
         parameters=parameters,
         gradients=min(parameters, int(temporary)),
         optimizer=optimizer,
         activations=max(0, int(temporary) - parameters),
         batch=batch,
+        exchange=laid.kept,
         other=0,
         total=total,
         capacity=laid.target.chip.memory.bytes,

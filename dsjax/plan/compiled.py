@@ -84,12 +84,12 @@ def describe(config: Config, target: aot.Target, vocab_size: int | None) -> Desc
     """
     check_mesh(config, target)
     with aot.on(target):
-        program, model = program_for(config, target.devices(), vocab_size)
+        program, model = program_for(config, target.devices(), vocab_size, topology=target.topology)
     return Described(config, target, program, model, abstract_batch(config, program))
 
 
 def parts_of(program: Program, batch: Any) -> dict[str, int]:
-    """Bytes of a device that are known without compiling: parameters, gradients, optimizer, batch."""
+    """Bytes of a device that are known without compiling: parameters, gradients, optimizer, exchange, batch."""
     state = program.abstract_state
     gradients = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(state.params)
@@ -98,6 +98,7 @@ def parts_of(program: Program, batch: Any) -> dict[str, int]:
         "parameters": bytes_a_device((state.params, state.model_state)),
         "gradients": gradients,
         "optimizer": bytes_a_device(state.opt_state),
+        "exchange": bytes_a_device((state.residuals, state.workers)),
         "batch": bytes_a_device(batch),
     }
 

@@ -12,7 +12,7 @@ from dsjax.plan.cost import PEAK, Reached, corrected, unit_notes
 from dsjax.plan.measured import correction
 from dsjax.plan.result import Flops, Forecast, Plan, Roofline, Traffic
 from dsjax.plan.settings import settings_of, with_money
-from dsjax.plan.wire import dtype_of, sent
+from dsjax.plan.wire import dtype_of, exchanged, sent
 from dsjax.plan.words import target_notes
 
 # Passes over a layer's residual and feed-forward activations outside of matrix products.
@@ -59,15 +59,13 @@ def traffic(laid: Laid) -> tuple[Traffic, ...]:
     add("all-gather", SHARD_AXES, micro, ends)
     add("reduce-scatter", SHARD_AXES, runs, layer)
     add("reduce-scatter", SHARD_AXES, micro, ends)
-    add("all-reduce", ("data",), runs, layer / laid.shards)
-    add("all-reduce", ("data",), micro, ends / laid.shards)
     add("all-gather", ("tensor",), runs * (4 + 2 * again), between)
     add("reduce-scatter", ("tensor",), runs * (4 + again), between)
     add("all-gather", ("tensor_rows",), runs, (1 + again) * used + made)
     add("reduce-scatter", ("tensor_rows",), runs, (1 + again) * made + used)
     add("all-gather", ("context",), runs * (1 + again), keys)
     add("reduce-scatter", ("context",), runs, keys)
-    return tuple(found)
+    return (*found, *exchanged(laid))
 
 
 def forecast(laid: Laid) -> Forecast:

@@ -11,7 +11,7 @@ from dsjax.plan.cost import Reached
 from dsjax.plan.laid import Laid
 from dsjax.plan.result import Forecast, Pipelined, Traffic
 from dsjax.plan.timetable import Units, pipelined
-from dsjax.plan.wire import dtype_of, sent
+from dsjax.plan.wire import dtype_of, exchanged, sent
 
 # Passes over a layer's residual and feed-forward activations outside of matrix products, of a forward.
 _PASSES = 13
@@ -140,14 +140,12 @@ def _once(laid: Laid) -> list[Traffic]:
     found: list[Sent] = [
         (kind, ("pipeline",), 1, 4 * ends / laid.tensor) for kind in ("all-gather", "reduce-scatter")
     ]
-    parts = laid.tensor * laid.shards
-    found.append(("all-reduce", ("data",), 1, 4 * (held + ends / laid.mesh["pipeline"]) / parts))
     if laid.config.train.fsdp_gather == "step":
         found.append(("reduce-scatter", SHARD_AXES, 1, 4 * (held + ends) / laid.tensor))
     sums = _those_sent(laid, found, "f32")
     if laid.config.train.fsdp_gather == "step":
         sums += _those_sent(laid, [("all-gather", SHARD_AXES, 1, laid.item * (held + ends) / laid.tensor)])
-    return sums
+    return [*sums, *exchanged(laid)]
 
 
 def between(laid: Laid, reached: Reached) -> float:

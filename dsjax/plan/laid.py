@@ -16,6 +16,7 @@ from dsjax.aot import Target
 from dsjax.config import Config
 from dsjax.data.rows import empty_rows
 from dsjax.errors import ConfigError
+from dsjax.grad_sync import Exchange, make_exchange
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves
 from dsjax.mesh.axes import SHARD_AXES
 from dsjax.mesh.layout import axes_of_entry
@@ -69,6 +70,7 @@ class Laid:
       state: bytes a device of parameters, and of optimizer state.
       abstract: the model, without values.
       stacking: how stages share its layers; None where there is one stage.
+      exchange: of gradients over `data`; None: there is one replica.
     """
 
     config: Config
@@ -79,6 +81,7 @@ class Laid:
     state: tuple[int, int]
     abstract: nnx.Module
     stacking: Stacking | None
+    exchange: Exchange | None
 
     def with_config(self, config: Config) -> Laid:
         """The same with other settings that leave the parameters where they lie.
@@ -115,6 +118,19 @@ class Laid:
     def shards(self) -> int:
         """Parts of a parameter that are gathered where it is used."""
         return math.prod(self.mesh[axis] for axis in SHARD_AXES)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of a device that error feedback and workers that train apart keep."""
+        if self.exchange is None:
+            return 0
+        residuals = sum(
+            4 * sum(self.exchange.kept(name, tensor))
+            for name in self.exchange.keeps
+            for tensor in self.exchange.tensors.values()
+            if tensor.coded
+        )
+        return residuals + (2 * self.state[0] if self.config.diloco.inner_steps else 0)
 
     @property
     def ends_gathered_over_tensor(self) -> bool:
@@ -161,7 +177,12 @@ def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
         stack = Stack(stacking.path, frozenset(named_leaves(params)))
         order = np.arange(stacking.partition.layers)
         params = jax.eval_shape(lambda params: stack.moved(params, order, stacking.slots), params)
-    return Laid(config, target, mesh, model, sizes, _state_bytes(config, layout, params), abstract, stacking)
+    recomputes = config.train.remat == "full" or config.grad_sync.overlap
+    groups = "layers" if recomputes and not stacking else None
+    exchange, _ = make_exchange(config.grad_sync, layout, params, groups, target.topology)
+    return Laid(
+        config, target, mesh, model, sizes, _state_bytes(config, layout, params), abstract, stacking, exchange
+    )
 
 
 def abstract_mesh(mesh: Mapping[str, int]) -> Any:

@@ -261,13 +261,14 @@ def _memory(target: aot.Target, inspection: aot.Inspection, parts: Mapping[str, 
     memory = inspection.memory
     assert memory is not None  # compiled, not text
     gradients = min(parts.get("gradients", 0), memory.temporary)
-    known = sum(parts.get(name, 0) for name in ("parameters", "optimizer", "batch"))
+    known = sum(parts.get(name, 0) for name in ("parameters", "optimizer", "exchange", "batch"))
     return MemoryUse(
         parameters=parts.get("parameters", 0),
         gradients=gradients,
         optimizer=parts.get("optimizer", 0),
         activations=memory.temporary - gradients,
         batch=parts.get("batch", 0),
+        exchange=parts.get("exchange", 0),
         other=max(0, memory.total - memory.temporary - known),
         total=memory.total,
         capacity=target.chip.memory.bytes,

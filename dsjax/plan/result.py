@@ -15,6 +15,7 @@ class MemoryUse:
     Attributes:
       gradients: as they are summed, fp32, in the parameters' places; part of what XLA calls temporary.
       activations: everything else that exists during the step only: activations, gathered parameters, logits.
+      exchange: what error feedback owes, and the parameters of workers that train apart.
       other: arguments and results that are none of these (`report` of a function that is not dsjax's).
       total: argument + output + temporary - alias (+ code), by XLA where compiled.
       capacity: of the device; limit: what jax lets a program use of it.
@@ -25,6 +26,7 @@ class MemoryUse:
     optimizer: int
     activations: int
     batch: int
+    exchange: int
     other: int
     total: int
     capacity: int

@@ -27,6 +27,7 @@ _PARTS = {
     "optimizer": "optimizer state",
     "activations": "activations, gathered parameters, logits",
     "batch": "batch",
+    "exchange": "error feedback, workers' parameters",
     "other": "other arguments and results",
 }
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -137,7 +138,11 @@ def sheets(plan: Plan) -> list[Sheet]:
 
 
 def _memory(memory: MemoryUse) -> Sheet:
-    rows = [(words, getattr(memory, name)) for name, words in _PARTS.items()]
+    rows = [
+        (words, getattr(memory, name))
+        for name, words in _PARTS.items()
+        if name != "exchange" or memory.exchange
+    ]
     rows += [(name, getattr(memory, name)) for name in ("total", "limit", "headroom")]
     written = in_one_unit([memory.total])
     return Sheet(

@@ -29,6 +29,14 @@ def sent(laid: Laid, kind: str, axes: tuple[str, ...], times: int, size: float, 
     """
     members = math.prod(laid.mesh[axis] for axis in axes)
     together = together_along(laid.target, laid.mesh, axes)
+    return _between(laid, kind, axes, times, size, dtype or dtype_of(laid), (members, together))
+
+
+def _between(
+    laid: Laid, kind: str, axes: tuple[str, ...], times: int, size: float, dtype: str, group: tuple[int, int]
+) -> Traffic:
+    """The same for a group of so many members, of which so many are in one node."""
+    members, together = group
     crosses = together < members
     wire = ring_bytes(kind, members, int(size), int(size))
     chip = laid.target.chip
@@ -37,13 +45,47 @@ def sent(laid: Laid, kind: str, axes: tuple[str, ...], times: int, size: float, 
         axes=axes,
         link=(chip.network if crosses else chip.node).name,
         crosses=crosses,
-        dtype=dtype or dtype_of(laid),
+        dtype=dtype,
         sent=times * wire,
         times=times,
         loop=(),
         seconds=times * link_seconds(laid.target, kind, wire, members, together),
         hidden=0.0,
     )
+
+
+def exchanged(laid: Laid) -> list[Traffic]:
+    """The exchange of gradients over `data`, level by level of its route; once a step, or once a meeting's share."""
+    if laid.exchange is None:
+        return []
+    exchange, route, codec = laid.exchange, laid.exchange.route, laid.exchange.codec
+    numbers = dict.fromkeys((True, False), 0)
+    for tensor in exchange.tensors.values():
+        numbers[tensor.coded and codec is not None] += sum(tensor.numbers)
+    every = 1 / (laid.config.diloco.inner_steps or 1)
+    found, inner = [], 1
+    near = together_along(laid.target, laid.mesh, ("data",))
+    total = sum(numbers.values())
+    for index, size in enumerate(route.parts):
+        group = (size, max(1, min(size, near // inner)))
+        if index < len(route.parts) - 1:
+            # There and back: the way back is coded where the codec was at work.
+            back = 4 * numbers[False] + (codec.bytes(numbers[True]) if codec is not None else 0)
+            found.append(("reduce-scatter", 4 * total / inner, "f32", group))
+            found.append(("all-gather", back / inner, "f32" if codec is None else "u8", group))
+            inner *= size
+            continue
+        if numbers[False]:
+            found.append(("all-reduce", 4 * numbers[False] / inner, "f32", group))
+        if codec is not None and numbers[True]:
+            coded = codec.bytes(numbers[True]) / inner
+            if exchange.gathers:
+                found.append(("all-gather", coded * size, "u8", group))
+            else:
+                found += [(kind, coded, "u8", group) for kind in ("all-to-all", "all-gather")]
+    return [
+        _between(laid, kind, ("data",), 1, every * size, dtype, group) for kind, size, dtype, group in found
+    ]
 
 
 def together_along(target: Target, mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:

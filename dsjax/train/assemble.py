@@ -88,12 +88,13 @@ def assemble(config: Config, *, allow_config_change: bool = False) -> Assembled:
 
 
 def program_for(
-    config: Config, devices: Sequence[jax.Device], vocab_size: int | None = None
+    config: Config, devices: Sequence[jax.Device], vocab_size: int | None = None, **more: Any
 ) -> tuple[Program, ModelSpec]:
     """The compiled side of a config's run on these devices, which need not be here.
 
     Args:
       vocab_size: of the tokenizer, where the model's config names none.
+      more: `Program`'s own.
 
     Raises:
       ConfigError: what cannot be built on such a mesh, a line a fault.
@@ -102,7 +103,7 @@ def program_for(
     check_batch(config, mesh)
     platform = "gpu" if devices[0].platform == "cuda" else devices[0].platform
     model = _model(config, platform, vocab_size)
-    return lay_out(_recipe(config, model), config, mesh), model
+    return lay_out(_recipe(config, model), config, mesh, **more), model
 
 
 def _model(config: Config, platform: str, vocab_size: int | None) -> ModelSpec:

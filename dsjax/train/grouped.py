@@ -7,6 +7,7 @@ beside it.  Here it is a loop a group.  What was summed over the microbatches be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -37,6 +38,10 @@ def exchanged_in_groups(
     before = None
     if len(given) > 1:
         before, model_state = accumulated(parts, params, model_state, given, len(given) - 1)
+        # Not before the others are through: its activations would be held beside theirs.
+        after, rows = (before.loss, before.weight), (given.batch, given.positions)
+        (before.loss, before.weight), (batch, positions) = lax.optimization_barrier((after, rows))
+        given = replace(given, batch=batch, positions=positions)
     last = _Microbatch(parts, params, model_state, given, len(given) - 1)
     assert exchange.groups is not None
     ends = [sum(exchange.groups[: k + 1]) for k in range(len(exchange.groups))]
@@ -166,12 +171,11 @@ class _Leaving:
         if self._summed:
             grads = {path: self.done[path][start:end] + g for path, g in grads.items()}
         sent, x = self._send(grads, index, x)
-        for path, mean_gradient in sent.items():
-            if self._summed:
-                self.done[path] = lax.dynamic_update_slice_in_dim(self.done[path], mean_gradient, start, 0)
-            else:
-                later = [self.done[path]] if path in self.done else []
-                self.done[path] = jnp.concatenate([mean_gradient, *later])
+        for path, gradient in sent.items():
+            if path not in self.done:
+                self.done[path] = jnp.zeros((end, *gradient.shape[1:]), gradient.dtype)
+            # In place: a list of windows would be there twice when it is joined.
+            self.done[path] = lax.dynamic_update_slice_in_dim(self.done[path], gradient, start, 0)
         return x
 
     def _send(self, grads: Mapping[str, Any], window: int, x: Any) -> tuple[dict[str, Any], Any]:

@@ -176,7 +176,9 @@ class Program:
         if statistics(model_state) and self.grad_sync.codec == "dense" and not self.diloco.inner_steps:
             # The compiler, which sees all replicas, then makes statistics of a microbatch of all of them.
             return None, []
-        groups = self.recipe.stages.layers if self.recipe.stages and self.stacking is None else None
+        stages = self.recipe.stages if self.stacking is None else None
+        recomputes = stages is not None and stages.remat == "full"
+        groups = stages.layers if stages and (recomputes or self.grad_sync.overlap) else None
         return make_exchange(self.grad_sync, self.layout, params, groups, self.topology)
 
     @property

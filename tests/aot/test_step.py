@@ -117,9 +117,11 @@ def test_parameters_are_cut_over_context_too_and_gathered_over_both():
     assert carried(layered.of("all-gather"), "bf16") == 2 * steps.LAYERS * steps.LAYER_MATRICES * 2
     assert not layered.of("all-reduce")
     # With replicas their sum is of the shards, not of the whole.
-    replicated, _, _ = inspected("2x8xH100", data=2, fsdp=4, context=2)
-    sums = replicated.collectives.touching("data").in_loop()
-    assert carried(sums.of("all-reduce"), "bf16") == steps.LAYERS * steps.LAYER_MATRICES * 2 // 8
+    replicated, program, _ = inspected("2x8xH100", data=2, fsdp=4, context=2)
+    sums = replicated.collectives.touching("data")
+    assert not sums.in_loop()
+    numbers = sum(sum(tensor.numbers) for tensor in program.parts.exchange.tensors.values())
+    assert 0 <= carried(sums.of("all-reduce"), "f32") - 4 * numbers < 200
     # The gradient is made where its sums are: activations are not moved to where it is kept.
     mixed, _, _ = inspected("8xH100", fsdp=1, context=2, tensor=4)
     activations = steps.BATCH * steps.SEQUENCE * steps.HIDDEN * 2 // 8

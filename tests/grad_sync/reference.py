@@ -70,21 +70,23 @@ def exchanged(
             members = [flat[group * near + i][cut] for i in range(near)]
             slabs.append(np.asarray(sum(members)))
         owners = [group * near + share for group in range(outer)]
-        whole[cut] = _coded(codec, slabs, owners, old, new, piece, outer)
+        whole[cut] = _coded(exchange, slabs, owners, old, new, piece, outer)
     return whole[:size].reshape(replicas[0].shape), new
 
 
-def _coded(codec: Any, slabs: Any, owners: Any, old: Any, new: Any, piece: int, outer: int) -> np.ndarray:
-    payloads = []
+def _coded(
+    exchange: Exchange, slabs: Any, owners: Any, old: Any, new: Any, piece: int, outer: int
+) -> np.ndarray:
+    codec, payloads = exchange.codec, []
     for owner, slab in zip(owners, slabs, strict=True):
-        shape = (-1,) if codec.sparse else (outer, piece)
+        shape = (-1,) if exchange.gathers else (outer, piece)
         h = codec.before(jnp.asarray(slab).reshape(shape))
         residual = jnp.asarray(old["sent"][owner]).reshape(shape) if "sent" in old else None
         payload, left = codec.encode(h, residual, jnp.uint32(0))
         payloads.append(payload)
         if left is not None:
             new["sent"][owner] = np.asarray(left).reshape(-1)
-    if codec.sparse:
+    if exchange.gathers:
         total = jnp.zeros(outer * piece)
         for payload in payloads:
             total = total + codec.decode(payload, outer * piece)

@@ -86,11 +86,11 @@ def _with_recording(program: Any, exchange: Exchange) -> Any:
 CASES = [
     ({"data": 2}, {}),
     ({"data": 4, "fsdp": 2, "gradient_accumulation_steps": 2}, _PAIRS),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, {"bucket_bytes": 9000}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, {"overlap": True, "bucket_bytes": 9000}),
     ({"data": 2, "context": 2, "tensor": 2, "rows": "ragged"}, {}),
     ({"data": 2, "pipeline": (2, "1f1b"), "tensor": 2}, {}),
     ({"data": 4, "pipeline": (2, "interleaved")}, _PAIRS),
-    ({"data": 8, "gradient_accumulation_steps": 2}, {**_PAIRS, "bucket_bytes": 30_000}),
+    ({"data": 8, "gradient_accumulation_steps": 2}, {**_PAIRS, "overlap": True, "bucket_bytes": 30_000}),
     ({"data": 8}, {"topology": {"node": {"devices": 2}, "rack": {"devices": 4}}, "route": "tree"}),
 ]
 

@@ -20,7 +20,7 @@ TENSORS = {
     "both": Tensor((3, 8), P(None, ("tensor", "fsdp")), (("tensor", 2), ("fsdp", 2)), (3,), True),
     "groups": Tensor((5, 3, 4), P(None, None, "fsdp"), (("fsdp", 2),), (1, 2, 2), True),
 }
-ROUTES = [(2,), (2, 3), (2, 2, 2), (1,)]
+ROUTES = [(2,), (2, 3), (2, 2, 3), (1,), (3, 2)]
 
 
 def exchange_for(parts, **settings):

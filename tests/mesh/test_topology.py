@@ -25,11 +25,11 @@ def level(devices: int) -> LevelConfig:
 
 def test_processes_are_nodes_and_slices_are_before_processes():
     four = [Device(i // 2) for i in range(4)]
-    assert detected(four) == Topology((Level("node", 2, NEAR),), FAR)
+    assert detected(four) == Topology((Level("node", 2, NEAR),), FAR, several=True)
     one_a_gpu = [Device(i, i // 2) for i in range(4)]
     assert detected(one_a_gpu).levels[0].devices == 2
     assert detected([Device(0)] * 4) == Topology()
-    assert detected([Device(i) for i in range(4)]) == Topology((), FAR)
+    assert detected([Device(i) for i in range(4)]) == Topology((), FAR, several=True)
 
 
 def test_what_is_not_understood_is_one_node_and_told():

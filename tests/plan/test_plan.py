@@ -46,6 +46,7 @@ def test_a_plan_knows_what_the_live_arrays_take(planned):
         memory.optimizer,
         memory.activations,
         memory.batch,
+        memory.exchange,
         memory.other,
     )
     assert sum(parts) == memory.total and planned.fits

@@ -59,7 +59,7 @@ def first(tmp_path_factory):
     "case, settings",
     [
         ({"data": 4, "tensor": 2}, INT4),
-        ({"data": 4}, {**INT4, "bucket_bytes": 9000}),
+        ({"data": 4}, {**INT4, "overlap": True, "bucket_bytes": 9000}),
         ({"data": 4, "pipeline": (2, "1f1b")}, {**INT4, "block": 64}),
     ],
 )
