@@ -155,6 +155,7 @@ class _Leaving:
         self.done: dict[str, Any] = {} if before is None else named_leaves(before.grads)
         self._summed = before is not None
         self._kept: dict[str, list[Any]] = {}
+        self._before: jax.Array | None = None
         # On a CPU every device has to come to its collectives in one order, so nothing runs beside an exchange.
         self._ordered = parts.layout.mesh.devices.flat[0].platform == "cpu"
 
@@ -183,7 +184,11 @@ class _Leaving:
             return {}, x
         grads = {path: g.astype(jnp.float32) for path, g in grads.items()}
         mine = part(self._exchange, self._old, list(grads), window)
+        if self._before is not None:
+            # One after the other: XLA would join small ones, and wait for the last before it sends the first.
+            grads, _ = lax.optimization_barrier((grads, self._before))
         sent, new = self._exchange(self._layout, mean(grads, self._weight), mine, self._seed)
+        self._before = next(iter(sent.values())).ravel()[0]
         for path in grads:
             self._kept.setdefault(path, []).insert(
                 0, {name: held[path] for name, held in new.items() if path in held}

@@ -92,6 +92,12 @@ _OTHER = {
     "mesh.data": 2, "mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2,
     "train.steps": 2000, "train.stop_after": 1, "train.global_batch_size": 4, "train.sequence_length": 2,
     "train.gradient_accumulation_steps": 2, "train.remat": "full", "train.fsdp_gather": "step",
+    "grad_sync.codec": "int4", "grad_sync.block": 64, "grad_sync.error_feedback": False,
+    "grad_sync.feedback_decay": 0.5, "grad_sync.stochastic": True, "grad_sync.hadamard": True,
+    "grad_sync.fraction": 0.1, "grad_sync.min_size": 1, "grad_sync.dense": ["x"], "grad_sync.dense_dtype": "bfloat16",
+    "grad_sync.route": "flat", "grad_sync.topology": {"node": 8}, "grad_sync.overlap": True,
+    "grad_sync.bucket_bytes": 1, "diloco.inner_steps": 2, "diloco.outer_learning_rate": 1.0,
+    "diloco.outer_momentum": 0.5,
     "data.kind": "text", "data.field": "x", "data.tokenizer": "x", "data.bpe_vocab_size": 300,
     "data.packing": "none", "data.shuffle": False, "data.holdout": 0.5, "data.cache_dir": "x",
     "data.workers": 1,
@@ -117,7 +123,8 @@ _ONE_VALUE_ONLY = {
 _FREE = {
     "run.name", "run.dir", "run.resume", "runtime", "mesh", "pipeline", "train.steps", "train.stop_after", "data.paths",
     "train.gradient_accumulation_steps", "train.remat", "train.fsdp_gather", "data.workers", "data.cache_dir",
-    "data.log_examples", "eval", "checkpoint", "observe",
+    "data.log_examples", "eval", "checkpoint", "observe", "grad_sync.route", "grad_sync.topology",
+    "grad_sync.overlap", "grad_sync.bucket_bytes",
 }  # fmt: skip
 
 

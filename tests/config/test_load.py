@@ -189,8 +189,8 @@ def test_each_fault_is_one_line(override, fault):
 
 
 def test_a_key_of_a_later_version_is_unknown():
-    assert faults("grad_sync.codec=int4")[0].startswith(
-        'grad_sync: unknown key (got {"codec": "int4"}); the sections are run, runtime, model,'
+    assert faults("rewards.kind=fast")[0].startswith(
+        'rewards: unknown key (got {"kind": "fast"}); the sections are run, runtime, model,'
     )
 
 
