@@ -1,0 +1,93 @@
+"""What the exchange does with bad numbers and with settings that have nothing to do."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dsjax.config import from_dict
+from dsjax.config.exchange import GradSyncConfig
+from dsjax.errors import ConfigError
+from dsjax.mesh import named_leaves
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import oracle
+
+
+def program(case, **settings):
+    made = oracle.program_of({**oracle.PLAIN, "layers": 2, **case})
+    return replace(made, grad_sync=GradSyncConfig(**{"min_size": 1, "dense": [], **settings}))
+
+
+@pytest.mark.parametrize("codec", ["int4", "e2m4", "topk"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_numbers_that_are_not_finite_are_seen_and_owed_to_nobody(codec, bad):
+    made = program({"data": 2, "fsdp": 2}, codec=codec)
+    state = made.init(seed=3)
+    batch = made.place(oracle.batch_of("full", 0))
+    state, metrics = made.step(batch)(state, batch, made.votes(False))
+    assert bool(metrics["applied"])
+    before = jax.device_get(state)
+    weights = np.array(jax.device_get(batch["weights"]))
+    weights[0, -1, 3] = bad  # the last replica's own
+    poisoned = {**batch, "weights": jax.device_put(weights, batch["weights"].sharding)}
+    state, metrics = made.step(poisoned)(state, poisoned, made.votes(False))
+    assert not bool(metrics["applied"])
+    for part in ("params", "opt_state", "residuals"):
+        for name, leaf in named_leaves(getattr(state, part)).items():
+            np.testing.assert_array_equal(leaf, named_leaves(getattr(before, part))[name], err_msg=name)
+
+
+def test_one_replica_has_nothing_to_code_and_is_told_so():
+    made = program({"fsdp": 2}, codec="int4")
+    assert made.parts.exchange is None
+    assert made.notes == [
+        "grad_sync.codec: int4 has nothing to do, as there is one replica (mesh.data is 1): gradients are summed "
+        "over fsdp as they are"
+    ]
+    assert not jax.tree.leaves(made.abstract_state.residuals)
+
+
+def test_what_is_chosen_is_told():
+    made = program({"data": 4}, codec="int4", dense=["embed/*"], topology={"node": {"devices": 2}})
+    (note,) = made.notes
+    assert (
+        note.startswith("gradients: int4 on 87% of the numbers")
+        and "error feedback, route hierarchical (2 x 2 replicas)" in note
+    )
+    assert program({"data": 4}).notes == []
+
+
+@pytest.mark.parametrize(
+    "settings, fault",
+    [
+        ({"codec": "int3"}, "grad_sync.codec"),
+        ({"block": 100}, "power of two"),
+        ({"fraction": 0}, "grad_sync.fraction"),
+        ({"topology": {"rack": 8, "node": 4}}, "smallest groups first"),
+        ({"topology": {"node": "eight"}}, "a number of devices"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, fault):
+    with pytest.raises(ConfigError) as caught:
+        from_dict({"grad_sync": settings})
+    assert fault in "\n".join(caught.value.faults)
+
+
+def test_a_topology_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match="groups of 3"):
+        program({"data": 4}, topology={"node": {"devices": 3}})
+
+
+def test_small_parameters_vectors_and_embeddings_stay_dense():
+    made = oracle.program_of({**oracle.PLAIN, "data": 2})
+    settings = GradSyncConfig(codec="int4", min_size=6000)
+    tensors = replace(made, grad_sync=settings).parts.exchange.tensors
+    coded = {path for path, tensor in tensors.items() if tensor.coded}
+    assert "layers/mlp/up_proj/kernel" in coded
+    assert not any("norm" in path or "embed" in path or path == "head/kernel" for path in coded)
