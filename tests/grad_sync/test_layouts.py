@@ -97,11 +97,9 @@ CASES = [
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_a_codec_gives_what_its_reference_gives(number: int) -> None:
-    # Each layout with two codecs, so that every codec meets several layouts.
+    # Each layout with one codec, each codec on one layout; every pair of them below.
     case, settings = CASES[number]
-    names = list(CODECS)
-    for name in (names[number % len(names)], names[(number + 3) % len(names)]):
-        _check(case, {**settings, **CODECS[name]})
+    _check(case, {**settings, **CODECS[list(CODECS)[number]]})
 
 
 @pytest.mark.slow
