@@ -277,7 +277,7 @@ def test_the_stored_config_holds_what_the_script_set_and_nothing_else(undisturbe
     text = (undisturbed / "config.yaml").read_text()
     assert "steps: 9" in text and "max_grad_norm" in text
     assert "hidden_size" not in text and "data:" not in text.replace("  data:", "") and "llama" not in text
-    assert "learning_rate" not in text
+    assert "\n  learning_rate" not in text
 
 
 def test_what_a_script_gets_wrong_is_told_before_anything_runs() -> None:

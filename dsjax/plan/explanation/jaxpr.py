@@ -12,6 +12,7 @@ The walk numbers the operations and writes each number into the names of a copy 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,9 @@ from functools import cached_property
 from typing import Any
 
 from jax.lax import Precision
+from jax.sharding import NamedSharding
 
+from dsjax.mesh.layout import axes_of_entry
 from dsjax.plan.explanation.operations import (
     ATTENTION,
     CAST,
@@ -363,8 +366,10 @@ class _Walk:
         alike = [v.share for v in sources if v.array.shape == array.shape and v.share is not None]
         share = min(alike, default=None)
         pinned = eqn.params.get("sharding")
-        if eqn.primitive.name == "sharding_constraint" and hasattr(pinned, "shard_shape") and array.size:
-            share = Array(array.dtype, tuple(pinned.shard_shape(array.shape))).size / array.size
+        if eqn.primitive.name == "sharding_constraint" and isinstance(pinned, NamedSharding) and array.size:
+            share = 1 / math.prod(
+                pinned.mesh.shape[axis] for entry in pinned.spec for axis in axes_of_entry(entry)
+            )
         return self._value(
             array, region, producer=number, label=label, stored=stored, phase=phase, share=share
         )
@@ -442,7 +447,7 @@ class _Walk:
     def _shard_map(self, eqn: Any, env: dict[Any, int], region: int, path: str, times: int) -> Any:
         body, mesh = eqn.params["jaxpr"], eqn.params["mesh"]
         copies = self._regions[region].copies
-        for axis in eqn.params.get("manual_axes", mesh.axis_names):
+        for axis in eqn.params.get("newly_manual_axes", mesh.axis_names):
             copies *= mesh.shape[axis]
         scope, inside = self._enter(eqn, env, body, region, path, 1, copies, eqn.invars)
         tagged = self._body(body, scope, inside, path, times)
