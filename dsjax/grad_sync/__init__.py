@@ -2,6 +2,7 @@
 
 from dsjax.grad_sync.codecs import Codec, make_codec
 from dsjax.grad_sync.exchange import (
+    AXIS,
     Exchange,
     Tensor,
     mean,
@@ -13,6 +14,7 @@ from dsjax.grad_sync.make import make_exchange
 from dsjax.grad_sync.route import Route, choose_route
 
 __all__ = [
+    "AXIS",
     "Codec",
     "Exchange",
     "Route",

@@ -18,8 +18,6 @@ from jax import lax
 from dsjax.config.exchange import GradSyncConfig
 from pallas_kernels import block_quant, top_k
 
-_SCALE_BYTES = 2
-
 
 class Codec(Protocol):
     """What a codec can do; `n` numbers are a multiple of `granule`.
@@ -120,7 +118,7 @@ class Blocks:
         return self.block
 
     def bytes(self, n: int) -> int:
-        return n // self.block * (block_quant.code_bytes(self.format, self.block) + _SCALE_BYTES)
+        return block_quant.packed_bytes(n, self.format, self.block)
 
     def before(self, x: jax.Array) -> jax.Array:
         return _turned(x, self.block) if self.hadamard else x
@@ -129,28 +127,14 @@ class Blocks:
         return self.before(x)  # symmetric and orthogonal: its own inverse
 
     def encode(self, x: jax.Array, residual: jax.Array | None, seed: Any) -> tuple[jax.Array, Any]:
-        codes, scales, left = block_quant.encode(
-            x,
-            residual,
-            format=self.format,
-            block=self.block,
-            beta=self.decay,
-            seed=seed if self.stochastic else None,
-        )
-        codes = codes.reshape(*x.shape[:-1], -1)
-        return jnp.concatenate([codes, _as_bytes(scales)], axis=-1), left
-
-    def _parts(self, payload: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-        blocks = n // self.block
-        size = block_quant.code_bytes(self.format, self.block)
-        codes = payload[..., : blocks * size].reshape(*payload.shape[:-1], blocks, size)
-        return codes, _from_bytes(payload[..., blocks * size :], jnp.bfloat16)
+        seed = seed if self.stochastic else None
+        return block_quant.pack(x, residual, format=self.format, block=self.block, beta=self.decay, seed=seed)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
-        return block_quant.decode(*self._parts(payload, n), format=self.format, block=self.block)
+        return block_quant.unpack(payload, n, format=self.format, block=self.block)
 
     def decode_sum(self, payloads: jax.Array, n: int) -> jax.Array:
-        return block_quant.decode_sum(*self._parts(payloads, n), format=self.format, block=self.block)
+        return block_quant.unpack_sum(payloads, n, format=self.format, block=self.block)
 
 
 @dataclass(frozen=True)

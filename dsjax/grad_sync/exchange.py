@@ -106,8 +106,11 @@ class Exchange:
 
     def pieces(self, tensor: Tensor) -> list[int]:
         """Numbers that one device adds up, window by window: padded, so that all have as many."""
-        granule = 1 if self.codec is None or not tensor.coded else self.codec.granule
-        return [-(-n // (self.route.replicas * granule)) * granule for n in tensor.numbers]
+        granule = self.codec.granule if self.codec is not None and tensor.coded else 1
+        return [self._piece(n, granule) for n in tensor.numbers]
+
+    def _piece(self, numbers: int, granule: int) -> int:
+        return -(-numbers // (self.route.replicas * granule)) * granule
 
     def kept(self, name: str, tensor: Tensor) -> list[int]:
         """Numbers of a tensor's residual on a device, window by window."""
@@ -179,7 +182,7 @@ class Exchange:
         for coded in (True, False):
             size = math.inf
             for path, grad in grads.items():
-                if self._is_coded(path) != coded:
+                if self.tensors[path].coded != coded:
                     continue
                 if size + 4 * grad.size > self.settings.bucket_bytes:
                     made.append(([], coded))
@@ -188,13 +191,10 @@ class Exchange:
                 size += 4 * grad.size
         return made
 
-    def _is_coded(self, path: str) -> bool:
-        return self.codec is not None and self.tensors[path].coded
-
     def _reduced(self, flat: Sequence[jax.Array], granule: int) -> tuple[jax.Array, list[int]]:
         """This device's share [outer, numbers] of the sums over near replicas, and the pieces it is made of."""
         replicas = self.route.replicas
-        pieces = [-(-x.size // (replicas * granule)) * granule for x in flat]
+        pieces = [self._piece(x.size, granule) for x in flat]
         shape = (*self.route.parts[:-1], self.route.outer)
         padded = [
             jnp.pad(x, (0, replicas * piece - x.size)).reshape(*shape, piece)
@@ -274,7 +274,8 @@ class Exchange:
         payloads = []
         for index, part in enumerate(_split(codec.before(x), pieces)):
             old = residuals["sent"][index] if "sent" in residuals else None
-            payload, left = codec.encode(part.reshape(-1), None if old is None else old.reshape(-1), seed)
+            salted = seed + jnp.uint32(2 * index)
+            payload, left = codec.encode(part.reshape(-1), None if old is None else old.reshape(-1), salted)
             payloads.append(payload)
             if old is not None:
                 residuals["sent"][index] = left.reshape(old.shape)

@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
 from dsjax.config.exchange import GradSyncConfig
 from dsjax.grad_sync.codecs import Codec, make_codec
 from dsjax.grad_sync.exchange import AXIS, Exchange, Tensor
@@ -53,7 +51,7 @@ def make_exchange(
         tensors[path] = _tensor(config, layout, path, leaf, codec, windows if _within(path, stack) else ())
     numbers = sum(sum(t.numbers) for t in tensors.values() if t.coded) or 1
     route = choose_route(levels, numbers, codec, config.route)
-    exchange = Exchange(route, codec, tensors, config, windows or None, _on_cpu(mesh))
+    exchange = Exchange(route, codec, tensors, config, windows or None, layout.on_cpu)
     return exchange, [note for note in (topology.note, _told(config, exchange)) if note]
 
 
@@ -61,11 +59,6 @@ _ALONE = (
     "grad_sync.codec: {codec} has nothing to do, as there is one replica (mesh.data is 1): gradients are summed over "
     "fsdp as they are"
 )
-
-
-def _on_cpu(mesh: Any) -> bool:
-    # A plan's formulas have a mesh without devices.
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
 def _told(config: GradSyncConfig, exchange: Exchange) -> str:

@@ -71,6 +71,11 @@ class Layout:
         return self.mesh.shape[axis]
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether its devices are a CPU's; the mesh of a plan's formulas has none."""
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def alone(self) -> bool:
         """Whether no axis is left over which anything could be cut here."""
         return all(size == 1 or axis in self.local for axis, size in self.mesh.shape.items())

@@ -61,7 +61,7 @@ def exchanged(laid: Laid) -> list[Traffic]:
     exchange, route, codec = laid.exchange, laid.exchange.route, laid.exchange.codec
     numbers = dict.fromkeys((True, False), 0)
     for tensor in exchange.tensors.values():
-        numbers[tensor.coded and codec is not None] += sum(tensor.numbers)
+        numbers[tensor.coded] += sum(tensor.numbers)
     every = 1 / (laid.config.diloco.inner_steps or 1)
     found, inner = [], 1
     near = together_along(laid.target, laid.mesh, ("data",))

@@ -279,7 +279,7 @@ def _one_after_the_other(program: Program) -> bool:
 
     The devices of a CPU share its threads: programs that wait for each other's collectives can take them all.
     """
-    return program.mesh.devices.flat[0].platform == "cpu"
+    return program.layout.on_cpu
 
 
 def _layout(program: Program) -> dict[str, Any]:

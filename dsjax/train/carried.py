@@ -74,8 +74,10 @@ class Kept:
         for name, part in wanted.items():
             made[name] = {}
             for path, like in part.items():
-                given = residuals.get(name, {}).get(path)
-                if given is None or self.old is None:
+                # What sums owe that are made no longer is owed by those who send.
+                names = [n for n in residuals if n == name or (name == "sent" and n not in wanted)]
+                given = {n: residuals[n][path] for n in names if path in residuals[n]}
+                if not given or self.old is None:
                     zeros = partial(jnp.zeros, like.shape, like.dtype)
                     made[name][path] = jax.jit(zeros, out_shardings=like.sharding)()
                 else:
@@ -83,15 +85,22 @@ class Kept:
                     made[name][path] = convert(given)
         return made
 
-    def _converted(self, name: str, path: str, residual: jax.Array) -> jax.Array:
-        """One residual from the old exchange's form in the new one's."""
+    def _converted(self, name: str, path: str, residuals: Mapping[str, jax.Array]) -> jax.Array:
+        """Residuals of a parameter from the old exchange's form in the new one's, as its residual `name`."""
         new = self.program.parts.exchange
         assert self.old is not None and new is not None
-        numbers = meaning(self.old, name, path, residual)
-        if self.layers is not None and path.startswith(f"{self.layers[0]}/"):
-            _, before, now = self.layers
-            numbers = jax.vmap(lambda x: restacked(x, before, now))(numbers)
-        return laid(new, name, path, regrouped(numbers, new.route.outer if name == "sent" else 1))
+        groups, found = new.route.outer if name == "sent" else 1, []
+        for kind, residual in residuals.items():
+            numbers = self._in_slots(path, meaning(self.old, kind, path, residual))
+            found.append(regrouped(numbers, groups))
+        return laid(new, name, path, sum(found[1:], found[0]))
+
+    def _in_slots(self, path: str, numbers: jax.Array) -> jax.Array:
+        """[groups, *shape] of a parameter with its layers where they lie now."""
+        if self.layers is None or not path.startswith(f"{self.layers[0]}/"):
+            return numbers
+        _, before, now = self.layers
+        return jax.vmap(lambda x: restacked(x, before, now))(numbers)
 
 
 _NONE = "the checkpoint holds no residuals of error feedback: they begin at 0"
@@ -117,6 +126,8 @@ def _spread(program: Program, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStru
 class Workers:
     """The replicas that train apart in a checkpoint and in a program: each has an optimizer of its own.
 
+    A state of another number of them is first made that of one, then that of as many as there are now.
+
     Attributes:
       before, now: how many; None: they do not train apart.
     """
@@ -130,39 +141,61 @@ class Workers:
         """Those of a checkpoint by its facts."""
         return Workers(program, facts.get("workers"), program.workers)
 
-    def stored(self, abstract: State) -> State:
-        """The abstract state as the checkpoint holds it."""
-        if self.before == self.now:
-            return abstract
-        state = abstract
-        if self.now is not None:
-            one = partial(jax.tree.map, _one_of)
-            state = replace(state, opt_state=one(state.opt_state), workers={})
-        if self.before is not None:
-            each = partial(jax.tree.map, partial(_many_of, self.before))
-            momentum = jax.tree.map(
-                lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), state.params
-            )
-            workers = {"params": each(state.params), "momentum": momentum}
-            state = replace(state, opt_state=each(state.opt_state), workers=workers)
-        return state
-
-    def carried(self, state: State) -> State:
-        """The state for as many workers as there are now: each begins with the mean of what they had."""
-        if self.before == self.now:
+    @property
+    def one(self) -> State:
+        """The program's abstract state, of one worker where the checkpoint has another number."""
+        state = self.program.abstract_state
+        if self.before == self.now or self.now is None:
             return state
-        places = self.program.state_shardings
-        momentum = state.workers.get("momentum")
-        parted = (state.opt_state, state.params)
+        return replace(state, opt_state=jax.tree.map(_one_of, state.opt_state), workers={})
+
+    def stored(self, state: State) -> State:
+        """An abstract state of one as the checkpoint holds it."""
+        if self.before == self.now or self.before is None:
+            return state
+        each = partial(jax.tree.map, partial(_many_of, self.before))
+        momentum = jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), state.params
+        )
+        workers = {"params": each(state.params), "momentum": momentum}
+        return replace(state, opt_state=each(state.opt_state), workers=workers)
+
+    def joined(self, state: State) -> State:
+        """What was read as the state of one: the mean of what workers had; their momentum stays."""
+        if self.before == self.now or self.before is None:
+            return state
+        return replace(state, opt_state=jax.tree.map(_mean_of, state.opt_state), workers={})
+
+    def parted(self, state: State, read: State) -> State:
+        """The state of one as that of as many as there are now.
+
+        Args:
+          read: what was read, for the parameters that workers had and their momentum.
+        """
+        if self.before == self.now or self.now is None:
+            return state
+        own, momentum = state.params, read.workers.get("momentum")
         if self.before is not None:
-            parted = jax.tree.map(_mean_of, (state.opt_state, state.workers["params"]))
-        if self.now is None:
-            return replace(state, opt_state=jax.device_put(parted[0], places.opt_state), workers={})
-        opt_state, own = each_its_own(parted, self.now)
-        if momentum is None:
+            own = jax.tree.map(_mean_of, read.workers["params"])
+        else:
             momentum = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
-        workers = jax.device_put({"params": own, "momentum": momentum}, places.workers)
-        return replace(state, opt_state=jax.device_put(opt_state, places.opt_state), workers=workers)
+        opt_state = jax.device_put(
+            each_its_own(state.opt_state, self.now), self.program.state_shardings.opt_state
+        )
+        state = replace(state, opt_state=opt_state, workers={"momentum": momentum})
+        return replace(state, workers=_begun(self.program, state, own))
+
+
+def with_params(program: Program, state: State, params: Any) -> State:
+    """A state that begins with these parameters, its workers too."""
+    state = replace(state, params=params)
+    return replace(state, workers=_begun(program, state, params)) if program.workers else state
+
+
+def _begun(program: Program, state: State, params: Any) -> dict[str, Any]:
+    """Workers that all have these parameters."""
+    own = each_its_own(params, program.workers or 1)
+    return jax.device_put({**state.workers, "params": own}, program.state_shardings.workers)
 
 
 def _one_of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

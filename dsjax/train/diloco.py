@@ -12,45 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from dsjax.config.exchange import DilocoConfig
-from dsjax.grad_sync import Exchange, mean, residual_specs, seed_of
-from dsjax.mesh import Layout, gather_all, use_layout
+from dsjax.grad_sync import AXIS, Exchange, mean, residual_specs, seed_of
+from dsjax.mesh import Layout, use_layout
 from dsjax.mesh.inside import inside, manual_specs, shard_map_over
-from dsjax.train.gradients import Microbatches, StepParts, Sums, accumulated, at_rest, positions_of
+from dsjax.train.gradients import StepParts, at_rest
+from dsjax.train.replicas import each_its_own_spec
 from dsjax.train.state import State, each_its_own
-
-AXIS = "data"
-
-
-def by_worker(parts: StepParts, exchange: Exchange, state: State, batch: Any) -> tuple[Sums, nnx.State]:
-    """Sums over all replicas, with each one's own mean gradient [replicas, ...], and the model's state."""
-    layout = inside(parts.layout, (AXIS,), state.params, state.model_state)
-    parts = replace(parts, layout=layout)
-    replicas = layout.axis_size(AXIS)
-
-    def body(own: Any, model_state: Any, batch: Any, positions: Any, step: Any) -> Any:
-        params = jax.tree.map(lambda leaf: leaf[0], own)
-        replica = lax.axis_index(AXIS)
-        given = Microbatches(batch, positions, step, lambda index: index * replicas + replica)
-        with use_layout(layout):
-            if layout.fsdp_gather == "step":
-                params = gather_all(params)
-            sums, model_state = accumulated(parts, params, model_state, given, len(given))
-            weight = exchange.near_sum(sums.weight)
-            grads = mean(exchange.near(layout, at_rest(layout, sums.grads)), weight)
-        loss, total, extras = lax.psum((sums.loss, sums.weight, sums.extras), AXIS)
-        return Sums(loss, total, extras, jax.tree.map(lambda g: g[None], grads)), model_state
-
-    own_specs = manual_specs(layout, state.params)
-    each = jax.tree.map(lambda spec: P(AXIS, *spec), own_specs, is_leaf=lambda x: isinstance(x, P))
-    states, rows = manual_specs(layout, state.model_state), P(None, AXIS)
-    found: Any = Sums(P(), P(), P(), each)  # type: ignore[arg-type]
-    mapped = shard_map_over(layout, body, (each, states, rows, rows, P()), (found, states))
-    return mapped(state.workers["params"], state.model_state, batch, positions_of(batch), state.step)
 
 
 def outer_step(parts: StepParts, exchange: Exchange, config: DilocoConfig, state: State) -> State:
@@ -66,8 +37,7 @@ def outer_step(parts: StepParts, exchange: Exchange, config: DilocoConfig, state
         return sums, residuals
 
     kept, specs = residual_specs(exchange, layout), manual_specs(layout, state.params)
-    each = jax.tree.map(lambda spec: P(AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, P))
-    mapped = shard_map_over(layout, body, (specs, each, kept, P()), (specs, kept))
+    mapped = shard_map_over(layout, body, (specs, each_its_own_spec(specs), kept, P()), (specs, kept))
     move, residuals = mapped(state.params, state.workers["params"], state.residuals, state.step)
     momentum = jax.tree.map(lambda m, d: config.outer_momentum * m + d, state.workers["momentum"], move)
     rate = config.outer_learning_rate

@@ -15,15 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from dsjax.grad_sync import Exchange, mean, seed_of
+from dsjax.grad_sync import AXIS, Exchange, mean, seed_of
 from dsjax.grad_sync.residuals import part
 from dsjax.mesh import map_named, named_leaves
 from dsjax.train.gradients import Microbatches, StepParts, Sums, accumulated
 from dsjax.train.losses import Extras, merged, normalised, split_stack, stack_of, through_layers, whole_stack
 from dsjax.train.randomness import ExampleContext, at_step, examples
 from dsjax.train.state import statistics
-
-AXIS = "data"
 
 
 def in_groups(parts: StepParts, exchange: Exchange, model_state: nnx.State) -> bool:
@@ -157,7 +155,7 @@ class _Leaving:
         self._kept: dict[str, list[Any]] = {}
         self._before: jax.Array | None = None
         # On a CPU every device has to come to its collectives in one order, so nothing runs beside an exchange.
-        self._ordered = parts.layout.mesh.devices.flat[0].platform == "cpu"
+        self._ordered = parts.layout.on_cpu
 
     def whole(self, grads: Mapping[str, Any], x: Any) -> Any:
         """Sends whole tensors. Returns x, for what is computed next."""

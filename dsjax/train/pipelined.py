@@ -146,8 +146,8 @@ class _Body:
         shard = lax.axis_index(BATCH_AXES)
         stack, rest = (self.layers, self.states), (self.rest, self.others)
         parts = _parts(self.call, stack, rest, data, lambda m: (self.step, (first + m) * shards + shard))
-        on_cpu = self.call.layout.mesh.devices.flat[0].platform == "cpu"
-        return Pipeline(parts, self.work, self.layers, self.states, self.rest, ordered=on_cpu)
+        ordered = self.call.layout.on_cpu
+        return Pipeline(parts, self.work, self.layers, self.states, self.rest, ordered=ordered)
 
     def start(self) -> tuple[Pipeline, tuple[Any, Any, Any]]:
         """The first pass's pipeline, and sums and gradients before its first microbatch."""

@@ -229,20 +229,22 @@ class Program:
         slots, layers = self.stacking.slots, np.arange(self.stacking.partition.layers)
         return jax.jit(lambda tree: self.stack.moved(tree, slots, layers))(tree)
 
-    def held(self, facts: Mapping[str, Any]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    def held(self, facts: Mapping[str, Any], like: Any) -> tuple[Any, Callable[[Any], Any]]:
         """How to read a checkpoint whose layers are stored as its facts say.
 
+        Args:
+          like: an abstract tree of this program, a state or parts of one, with the places of its arrays.
+
         Returns:
-          A function from an abstract tree of this program to that of the checkpoint, and one from what was
-          read to this program's tree in its places.
+          The abstract tree of the checkpoint, and a function from what was read to this program's tree in its
+          places.
 
         Raises:
           InputError: it holds another number of layers.
         """
         held = Held.of(self.stacking, facts)
-        same = (lambda like: like), (lambda tree: tree)
         if held is None:
-            return same
+            return like, lambda tree: tree
         slots, stack = np.asarray(held.slots), Stack(held.path, self.stack.paths)
         wanted = self.slots(held.path)
         has, needs = (int(np.count_nonzero(table >= 0)) for table in (slots, wanted))
@@ -252,20 +254,10 @@ class Program:
                 f"the model has {needs}; use the model it was made with, or another run.dir"
             )
         if np.array_equal(slots, wanted):
-            return same
-
-        def placed(tree: Any, places: Any) -> Any:
-            move = jax.jit(lambda tree: stack.moved(tree, slots, wanted), out_shardings=places)
-            return move(tree)
-
-        def back(tree: Any) -> Any:
-            if not isinstance(tree, State):
-                return placed(tree, {name: getattr(self.state_shardings, name) for name in tree})
-            # Residuals are laid out otherwise (`carried`).
-            moved = placed(replace(tree, residuals={}), replace(self.state_shardings, residuals={}))
-            return replace(moved, residuals=tree.residuals)
-
-        return lambda like: held.like(like, wanted, stack), back
+            return like, lambda tree: tree
+        places = jax.tree.map(lambda leaf: leaf.sharding, like)
+        back = jax.jit(lambda tree: stack.moved(tree, slots, wanted), out_shardings=places)
+        return held.like(like, wanted, stack), back
 
     def slots(self, path: str) -> np.ndarray:
         """The layer in each slot of the stack at a path; without a pipeline they lie in order."""

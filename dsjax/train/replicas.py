@@ -1,4 +1,4 @@
-"""Gradients replica by replica: each sums up its own microbatches, and all exchange once.
+"""Gradients replica by replica: each sums up its own microbatches, and all exchange once, or train apart.
 
 One shard_map, manual over `data`; all other axes stay with the compiler.  In its body no collective over `data` is
 left but those of the exchange.
@@ -7,45 +7,63 @@ left but those of the exchange.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from dsjax.grad_sync import Exchange, mean, residual_specs, seed_of
+from dsjax.grad_sync import AXIS, Exchange, mean, residual_specs, seed_of
 from dsjax.mesh import gather_all, use_layout
 from dsjax.mesh.inside import inside, manual_specs, shard_map_over
 from dsjax.train.gradients import Microbatches, StepParts, Sums, accumulated, at_rest, positions_of
 from dsjax.train.grouped import exchanged_in_groups, in_groups
-from dsjax.train.state import State
-
-AXIS = "data"
+from dsjax.train.state import State, with_statistics
 
 
 def by_replica(parts: StepParts, exchange: Exchange, state: State, batch: Any) -> tuple[Sums, nnx.State, Any]:
-    """Sums over all replicas with the mean gradient, the model's state, and residuals."""
+    """Sums over all replicas with the mean gradient, the model's state, and residuals.
+
+    Where replicas train apart the gradients are each one's own, [replicas, ...], and there are no residuals.
+    """
     layout = inside(parts.layout, (AXIS,), state.params, state.model_state)
-    parts = replace(parts, layout=layout)
-    replicas = layout.axis_size(AXIS)
+    parts, replicas = replace(parts, layout=layout), layout.axis_size(AXIS)
+    if parts.apart:
+        work, params, residuals = _apart, state.workers["params"], {}
+    else:
+        grouped = in_groups(parts, exchange, state.model_state)
+        work = exchanged_in_groups if grouped else _exchanged
+        params, residuals = state.params, state.residuals
 
     def body(params: Any, model_state: Any, residuals: Any, batch: Any, positions: Any, step: Any) -> Any:
         replica = lax.axis_index(AXIS)
         given = Microbatches(batch, positions, step, lambda index: index * replicas + replica)
+        if parts.apart:
+            params = jax.tree.map(lambda leaf: leaf[0], params)
         with use_layout(layout):
             if layout.fsdp_gather == "step":
                 params = gather_all(params)
-            work = exchanged_in_groups if in_groups(parts, exchange, model_state) else _exchanged
-            return work(parts, exchange, params, model_state, residuals, given)
+            sums, model_state, residuals = work(parts, exchange, params, model_state, residuals, given)
+        if parts.apart:
+            sums = replace(sums, grads=jax.tree.map(lambda g: g[None], sums.grads))
+        # Statistics that each replica gathered over its own rows.
+        return sums, with_statistics(model_state, partial(lax.pmean, axis_name=AXIS)), residuals
 
-    kept = residual_specs(exchange, layout)
-    manual = [manual_specs(layout, tree) for tree in (state.params, state.model_state)]
+    kept = {} if parts.apart else residual_specs(exchange, layout)
+    own, states = (manual_specs(layout, tree) for tree in (state.params, state.model_state))
+    if parts.apart:
+        own = each_its_own_spec(own)
     rows = P(None, AXIS)
-    found: Any = Sums(P(), P(), P(), manual[0])  # type: ignore[arg-type]
-    mapped = shard_map_over(layout, body, (*manual, kept, rows, rows, P()), (found, manual[1], kept))
-    return mapped(state.params, state.model_state, state.residuals, batch, positions_of(batch), state.step)
+    found: Any = Sums(P(), P(), P(), own)  # type: ignore[arg-type]
+    mapped = shard_map_over(layout, body, (own, states, kept, rows, rows, P()), (found, states, kept))
+    return mapped(params, state.model_state, residuals, batch, positions_of(batch), state.step)
+
+
+def each_its_own_spec(specs: Any) -> Any:
+    """The specs of a tree of which every replica has its own."""
+    return jax.tree.map(lambda spec: P(AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def _exchanged(
@@ -56,9 +74,15 @@ def _exchanged(
     loss, weight, extras = lax.psum((sums.loss, sums.weight, sums.extras), AXIS)
     grads = mean(at_rest(parts.layout, sums.grads), weight)
     grads, residuals = exchange(parts.layout, grads, residuals, seed_of(given.step))
-    return Sums(loss, weight, extras, grads), jax.tree.map(_averaged, model_state), residuals
+    return Sums(loss, weight, extras, grads), model_state, residuals
 
 
-def _averaged(leaf: jax.Array) -> jax.Array:
-    """Statistics that each replica gathered over its own rows; what is no such number is alike everywhere."""
-    return lax.pmean(leaf, AXIS) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+def _apart(
+    parts: StepParts, exchange: Exchange, params: Any, model_state: Any, residuals: Any, given: Microbatches
+) -> tuple[Sums, nnx.State, Any]:
+    """All microbatches; gradients are added up over near replicas only, which train as one."""
+    sums, model_state = accumulated(parts, params, model_state, given, len(given))
+    weight = exchange.near_sum(sums.weight)
+    grads = mean(exchange.near(parts.layout, at_rest(parts.layout, sums.grads)), weight)
+    loss, total, extras = lax.psum((sums.loss, sums.weight, sums.extras), AXIS)
+    return Sums(loss, total, extras, grads), model_state, residuals

@@ -9,7 +9,7 @@ from typing import Any
 from dsjax.checkpoint import DiskCheckpoints
 from dsjax.config import Config
 from dsjax.errors import InputError
-from dsjax.train.carried import Kept, Workers
+from dsjax.train.carried import Kept, Workers, with_params
 from dsjax.train.given import require_alive
 from dsjax.train.memory import refuse_oversized_state
 from dsjax.train.program import Program
@@ -32,11 +32,12 @@ def restore(
             raise InputError(f"no checkpoint in {checkpoints.directory}; train first, or set run.dir")
     refuse_oversized_state(program.abstract_state, list(program.mesh.devices.flat))
     facts = checkpoints.facts(step)
-    (like, back), kept, workers = program.held(facts), Kept.of(program, facts), Workers.of(program, facts)
-    stored = workers.stored(replace(program.abstract_state, residuals=kept.stored))
-    state, facts = checkpoints.restore(step, like(stored))
-    state = back(workers.carried(state))
-    return replace(state, residuals=kept.carried(state.residuals)), facts | {"residuals_note": kept.note}
+    kept, workers = Kept.of(program, facts), Workers.of(program, facts)
+    one = replace(workers.one, residuals={})
+    stored, back = program.held(facts, one)
+    read, facts = checkpoints.restore(step, replace(workers.stored(stored), residuals=kept.stored))
+    state = workers.parted(back(replace(workers.joined(read), residuals={})), read)
+    return replace(state, residuals=kept.carried(read.residuals)), facts | {"residuals_note": kept.note}
 
 
 def going_on(program: Program, checkpoints: DiskCheckpoints, given: State | None) -> Program:
@@ -88,6 +89,5 @@ def _fresh_state(program: Program, config: Config) -> State:
     latest = other.latest_step()
     if latest is None:
         raise InputError(f"run.init_from {source}: holds no checkpoint")
-    like, back = program.held(other.facts(latest))
-    part = other.restore_part(latest, like({"params": program.abstract_state.params}))
-    return replace(state, params=back(part)["params"])
+    stored, back = program.held(other.facts(latest), {"params": program.abstract_state.params})
+    return with_params(program, state, back(other.restore_part(latest, stored))["params"])

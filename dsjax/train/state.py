@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -66,6 +67,18 @@ def each_its_own(tree: Any, replicas: int) -> Any:
 def statistics(model_state: nnx.State) -> list[nnx.Variable]:
     """What a model gathers from the examples it sees (BatchNorm's averages): not parameters, not random streams."""
     return [v for _, v in model_state.flat_state() if not isinstance(v, nnx.RngState | nnx.Param)]
+
+
+def with_statistics(model_state: nnx.State, change: Callable[[jax.Array], jax.Array]) -> nnx.State:
+    """The model's other variables with a change made to the statistics that are no counts."""
+
+    def one(variable: Any) -> Any:
+        fixed = isinstance(variable, nnx.RngState | nnx.Param)
+        if fixed or not jnp.issubdtype(variable[...].dtype, jnp.inexact):
+            return variable
+        return variable.replace(change(variable[...]))
+
+    return jax.tree.map(one, model_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def add_exactly(total: jax.Array, value: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """One training step as a pure function:
 
-    loss -> gradients (accumulated over microbatches) -> finite? clip -> update
+    loss -> gradients (accumulated over microbatches) -> exchange -> finite? clip -> update
 
 Everything here is traced once and compiled once; sums and weights are added over microbatches and
 devices in fp32 and divided once.
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from dsjax.grad_sync import mean
+from dsjax.grad_sync import AXIS, mean
 from dsjax.mesh import gather_all, use_layout
-from dsjax.train.diloco import by_worker, outer_step
+from dsjax.train.diloco import outer_step
 from dsjax.train.gradients import (
     Batch,
     Microbatches,
@@ -125,8 +125,8 @@ def _together(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, State
 def _apart(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, State, jax.Array]:
     """An update of each worker's own: (sums, the state after it, the largest of their gradients' norms)."""
     assert parts.exchange is not None
-    sums, model_state = by_worker(parts, parts.exchange, state, batch)
-    each = jax.vmap(partial(_updated, parts), spmd_axis_name="data")
+    sums, model_state, _ = by_replica(parts, parts.exchange, state, batch)
+    each = jax.vmap(partial(_updated, parts), spmd_axis_name=AXIS)
     params, opt_state, norms = each(state.workers["params"], state.opt_state, sums.grads)
     changed = {
         "model_state": model_state,

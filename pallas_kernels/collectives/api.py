@@ -1,6 +1,6 @@
 """All-gather and reduce-scatter of quantised values, called on local shards inside a `jax.shard_map`.
 
-Values are packed (`packed`), exchanged as bytes by one collective, and unpacked; a reduce-scatter is an
+Values are packed (`block_quant.pack`), exchanged as bytes by one collective, and unpacked; a reduce-scatter is an
 all-to-all whose parts are summed in fp32 as they are unpacked, so nothing is quantised twice. Bytes received
 a device, for n values on d devices: (d - 1) / d x packed_bytes(n), against 4 n (d - 1) / d for fp32.
 
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hardware
+from pallas_kernels.block_quant import pack, unpack, unpack_sum
 from pallas_kernels.collectives import mosaic
-from pallas_kernels.collectives.packed import pack, unpack, unpack_sum
 
 
 def all_gather(

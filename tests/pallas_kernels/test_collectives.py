@@ -44,31 +44,31 @@ def values(*shape: int) -> jax.Array:
 
 def rounded(x: jax.Array, format: str, block: int = 128) -> jax.Array:
     """What is left of values that are packed and unpacked as one row."""
-    packed, _ = collectives.pack(x.reshape(-1), format=format, block=block)
-    return collectives.unpack(packed, x.size, format=format, block=block).reshape(x.shape)
+    packed, _ = block_quant.pack(x.reshape(-1), format=format, block=block)
+    return block_quant.unpack(packed, x.size, format=format, block=block).reshape(x.shape)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("n", [1, 128, 700])
 def test_packing_is_block_quant_in_one_buffer(format: str, n: int):
     x = values(3, n)
-    packed, _ = collectives.pack(x, format=format)
+    packed, _ = block_quant.pack(x, format=format)
     whole = jnp.pad(x, ((0, 0), (0, -n % 128)))
     codes, scales, _ = block_quant.encode(whole, format=format)
     assert packed.dtype == jnp.uint8
     assert packed.shape == (3, codes[0].size + 2 * scales[0].size)
-    assert packed.shape[1] == collectives.packed_bytes(n, format)
+    assert packed.shape[1] == block_quant.packed_bytes(n, format)
     want = block_quant.decode(codes, scales, format=format)[:, :n]
-    np.testing.assert_array_equal(collectives.unpack(packed, n, format=format), want)
+    np.testing.assert_array_equal(block_quant.unpack(packed, n, format=format), want)
     total = block_quant.decode_sum(codes, scales, format=format)[:n]
-    np.testing.assert_array_equal(collectives.unpack_sum(packed, n, format=format), total)
+    np.testing.assert_array_equal(block_quant.unpack_sum(packed, n, format=format), total)
 
 
 def test_packing_keeps_what_was_lost():
     x, lost = values(2, 300), values(2, 300) / 8
-    packed, left = collectives.pack(x, lost, format="int4")
+    packed, left = block_quant.pack(x, lost, format="int4")
     np.testing.assert_allclose(
-        collectives.unpack(packed, 300, format="int4") + left, x + lost, rtol=0, atol=1e-6
+        block_quant.unpack(packed, 300, format="int4") + left, x + lost, rtol=0, atol=1e-6
     )
 
 
@@ -103,7 +103,7 @@ def test_one_collective_of_bytes_crosses(mesh: Any):
         sent = re.findall(rf"= \(?(\w+)\[([\d,]+)\][^=]*? {kind}\(", text)
         assert sent
         assert {dtype for dtype, _ in sent} == {"u8"}
-        size = collectives.packed_bytes(width, "int4")
+        size = block_quant.packed_bytes(width, "int4")
         assert all(dims.split(",")[-1] == str(size) for _, dims in sent)
         others = {"all-reduce(", "all-gather(", "all-to-all(", "reduce-scatter("} - {f"{kind}("}
         assert not any(f" {other}" in text for other in others)
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused(mesh: Any, call: Any, said: str):
 
 def test_unpacking_wants_all_bytes():
     with pytest.raises(ValueError, match="300 values take"):
-        collectives.unpack(jnp.zeros(100, jnp.uint8), 300, format="int8")
+        block_quant.unpack(jnp.zeros(100, jnp.uint8), 300, format="int8")
 
 
 @pytest.mark.parametrize("n", [700, 1 << 20])

@@ -1,7 +1,7 @@
 """Codes and scales of blocks in one buffer of bytes, so that an exchange is one collective.
 
 A row of n values, padded with zeros to whole blocks, is `nb * code_bytes` bytes of codes, then `nb` bf16 scales as
-bytes; see `block_quant`.
+bytes; see `api`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import block_quant
+from pallas_kernels.block_quant import api
 
 
 def packed_bytes(n: int, format: str, block: int = 128) -> int:
@@ -19,7 +19,7 @@ def packed_bytes(n: int, format: str, block: int = 128) -> int:
     Raises:
       ValueError: no such format or block.
     """
-    return -(-n // block) * (block_quant.code_bytes(format, block) + 2)
+    return -(-n // block) * (api.code_bytes(format, block) + 2)
 
 
 def pack(
@@ -34,17 +34,17 @@ def pack(
     """Quantises rows by blocks into bytes, with error feedback where a residual is given.
 
     Args:
-      x: [..., n], any n. residual: [..., n] fp32 or None. format, block, beta, seed: as in `block_quant.encode`.
+      x: [..., n], any n. residual: [..., n] fp32 or None. format, block, beta, seed: as in `encode`.
 
     Returns:
       [..., packed_bytes(n, format, block)] uint8; the new residual [..., n] fp32 or None.
 
     Raises:
-      ValueError: as `block_quant.encode`.
+      ValueError: as `encode`.
     """
     n = x.shape[-1]
     whole = _whole(x, block), None if residual is None else _whole(residual, block)
-    codes, scales, left = block_quant.encode(*whole, format=format, block=block, beta=beta, seed=seed)
+    codes, scales, left = api.encode(*whole, format=format, block=block, beta=beta, seed=seed)
     lead = codes.shape[:-2]
     codes = codes.reshape(*lead, codes.shape[-2] * codes.shape[-1])
     tail = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*lead, 2 * scales.shape[-1])
@@ -57,7 +57,7 @@ def unpack(packed: jax.Array, n: int, *, format: str, block: int = 128) -> jax.A
     Raises:
       ValueError: not as many bytes as n values take.
     """
-    return block_quant.decode(*_parts(packed, n, format, block), format=format, block=block)[..., :n]
+    return api.decode(*_parts(packed, n, format, block), format=format, block=block)[..., :n]
 
 
 def unpack_sum(packed: jax.Array, n: int, *, format: str, block: int = 128) -> jax.Array:
@@ -66,7 +66,7 @@ def unpack_sum(packed: jax.Array, n: int, *, format: str, block: int = 128) -> j
     Raises:
       ValueError: as `unpack`.
     """
-    return block_quant.decode_sum(*_parts(packed, n, format, block), format=format, block=block)[..., :n]
+    return api.decode_sum(*_parts(packed, n, format, block), format=format, block=block)[..., :n]
 
 
 def _whole(x: jax.Array, block: int) -> jax.Array:
@@ -85,4 +85,4 @@ def _parts(packed: jax.Array, n: int, format: str, block: int) -> tuple[jax.Arra
     blocks = -(-n // block)
     codes, tail = packed[..., : got - 2 * blocks], packed[..., got - 2 * blocks :]
     scales = lax.bitcast_convert_type(tail.reshape(*lead, blocks, 2), jnp.bfloat16)
-    return codes.reshape(*lead, blocks, block_quant.code_bytes(format, block)), scales
+    return codes.reshape(*lead, blocks, api.code_bytes(format, block)), scales
