@@ -185,7 +185,8 @@ class _Leaving:
         if self._before is not None:
             # One after the other: XLA would join small ones, and wait for the last before it sends the first.
             grads, _ = lax.optimization_barrier((grads, self._before))
-        sent, new = self._exchange(self._layout, mean(grads, self._weight), mine, self._seed)
+        seed = self._seed + jnp.uint32(window << 20)
+        sent, new = self._exchange(self._layout, mean(grads, self._weight), mine, seed)
         self._before = next(iter(sent.values())).ravel()[0]
         for path in grads:
             self._kept.setdefault(path, []).insert(

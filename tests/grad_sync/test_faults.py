@@ -91,3 +91,26 @@ def test_small_parameters_vectors_and_embeddings_stay_dense():
     coded = {path for path, tensor in tensors.items() if tensor.coded}
     assert "layers/mlp/up_proj/kernel" in coded
     assert not any("norm" in path or "embed" in path or path == "head/kernel" for path in coded)
+
+
+def test_rounding_by_chance_draws_anew_at_every_step_and_is_right_on_average():
+    def sums(**settings):
+        made = program({"data": 2}, error_feedback=False, codec="int4", **settings)
+        state, found = made.init(seed=3), []
+        for _ in range(12):
+            batch = made.place(oracle.batch_of("full", 0))
+            again = replace(state, step=state.step + len(found))
+            again, _ = made.step(batch)(jax.tree.map(lambda x: x.copy(), again), batch, made.votes(False))
+            found.append(np.asarray(named_leaves(again.opt_state[0].trace)["layers/mlp/up_proj/kernel"]))
+        return np.stack(found)
+
+    exact = program({"data": 2}, codec="dense")
+    batch = exact.place(oracle.batch_of("full", 0))
+    state, _ = exact.step(batch)(exact.init(seed=3), batch, exact.votes(False))
+    want = np.asarray(named_leaves(state.opt_state[0].trace)["layers/mlp/up_proj/kernel"])
+    nearest, drawn = sums(), sums(stochastic=True)
+    np.testing.assert_array_equal(nearest[0], nearest[1])
+    assert np.mean(drawn[0] != drawn[1]) > 0.1
+    # One draw is worse than the nearest number; the mean of twelve is better.
+    off = [np.linalg.norm(x - want) for x in (nearest[0], drawn[0], drawn.mean(0))]
+    assert off[2] < off[0] < off[1]
