@@ -97,7 +97,7 @@ def test_the_winner_is_the_best_of_all_that_were_compiled(all_compiled, monkeypa
 
 def candidate(seconds: float, total: int, remat: str, fsdp: int) -> Candidate:
     """A layout by formulas, of a limit of 100 bytes."""
-    memory = MemoryUse(0, 0, 0, 0, 0, 0, total, 100, 100)
+    memory = MemoryUse(0, 0, 0, 0, 0, 0, 0, total=total, capacity=100, limit=100)
     settings = {"mesh.fsdp": fsdp, "train.remat": remat}
     return Candidate(settings, SimpleNamespace(forecast=Forecast(seconds, seconds, 0.0), memory=memory,
         mesh={"fsdp": fsdp}, fits=total <= 100, pipeline=None))  # fmt: skip
