@@ -22,6 +22,9 @@ _ADVICE = {
     "set runtime.platform=cpu",
 }
 
+_PATIENCE = "xla_cpu_collective_call_terminate_timeout_seconds"
+_PATIENT_SECONDS = 600
+
 
 def setup(runtime: RuntimeConfig) -> None:
     """Applies the section `runtime` and joins the cluster that the environment describes.
@@ -123,6 +126,17 @@ def _configure(jax: Any, runtime: RuntimeConfig, platform: str) -> None:
         jax.config.update("jax_platforms", "cpu" if platform == "cpu" else f"{platform},cpu")
     if runtime.cpu_devices is not None:
         jax.config.update("jax_num_cpu_devices", runtime.cpu_devices)
+        _be_patient()
+
+
+def _be_patient() -> None:
+    """Simulated devices share few cores: one may wait long for the others, which XLA takes for a deadlock.
+
+    It then ends the process, after a minute by default.  Only the environment is heeded here, not `compiler_options`.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _PATIENCE not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{_PATIENCE}={_PATIENT_SECONDS}".strip()
 
 
 def _gpu_platforms() -> str:
