@@ -8,8 +8,9 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA ends a process in which simulated devices wait a minute for each other, as they do on a busy machine.
-_BEFORE = os.environ.get("XLA_FLAGS")
-os.environ["XLA_FLAGS"] = f"{_BEFORE or ''} --xla_cpu_collective_call_terminate_timeout_seconds=600"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_call_terminate_timeout_seconds=600"
+)
 
 import jax
 import pytest
@@ -21,7 +22,7 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE / jax.__version__))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_threefry_partitionable", True)
 jax.devices()  # reads the flags; the processes that tests start have their own
-os.environ.pop("XLA_FLAGS") if _BEFORE is None else os.environ.update(XLA_FLAGS=_BEFORE)
+os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].rpartition(" ")[0]
 
 
 @pytest.fixture(scope="session")
