@@ -45,6 +45,7 @@ class Collective:
       wire_bytes: bytes that a device sends each time, by the ring's formula (see `ring_bytes`).
       loops, branches: those around it, outermost first.
       times: how often it runs in a step; a loop of unknown length counts once, a branch as taken.
+      every: it runs in one of so many runs of the program (`Inspection.seldom`).
       times_known: no loop around it is of unknown length.
       differs_over: axes along which a decision around it (a conditional's, a loop's) may differ between devices.
       asynchronous: it is started and waited for by two instructions, with others between them where `between`
@@ -71,6 +72,7 @@ class Collective:
     between: tuple[str, ...] = field(repr=False)
     between_work: Work = field(repr=False)
     op_name: str
+    every: int = 1
 
     @property
     def operand_bytes(self) -> int:
@@ -102,8 +104,13 @@ class Collective:
 
     @property
     def total_wire_bytes(self) -> float:
-        """Bytes that a device sends in a step."""
-        return self.wire_bytes * self.times
+        """Bytes that a device sends in a step, on average."""
+        return self.wire_bytes * self.runs
+
+    @property
+    def runs(self) -> float:
+        """How often it runs in a step, on average."""
+        return self.times / self.every
 
     def crosses(self, domain: int) -> bool:
         """Whether a group leaves a node of `domain` devices (`Target.domain`)."""

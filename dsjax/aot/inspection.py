@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from dsjax.aot.collectives import Collectives, kind_of, read_collective
@@ -111,6 +112,7 @@ class Inspection:
       memory: None where only text was given.
       turns: how often loops run, where more is known than the program tells.
       decided: name of a conditional or loop -> axes along which what decides it may differ between devices.
+      rare: name of a conditional -> of so many runs of the program one takes the branch that counts.
     """
 
     mesh: Mapping[str, int]
@@ -124,6 +126,24 @@ class Inspection:
     module: Module = field(repr=False)
     turns: Turns = field(default=as_it_says, repr=False)
     decided: Mapping[str, frozenset[str]] = field(default_factory=dict, repr=False)
+    rare: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    def seldom(self, name: str, every: int) -> Inspection:
+        """The same program, where conditionals whose jax operation's name holds `name` matter once in `every` runs.
+
+        Counted so are collectives in their branches and their part of `work`; what is in loops of other turns is not
+        (`counted` comes first).
+        """
+        rare = dict.fromkeys((c.name for c in self.conditionals if name in c.op_name), every)
+        works, work = Works(self.module, self.turns), self.work
+        for site in walk(self.module, self.turns):
+            if site.instruction.name in rare:
+                work += works.of(site.computation, site.instruction) * (site.times * (Fraction(1, every) - 1))
+        collectives = Collectives(
+            replace(c, every=every) if any(b.conditional in rare for b in c.branches) else c
+            for c in self.collectives
+        )
+        return replace(self, collectives=collectives, work=work, rare=rare)
 
     def counted(self, turns: Turns) -> Inspection:
         """The same program with other turns of its loops."""

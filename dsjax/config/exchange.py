@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from dsjax.config.fields import (
     BelowOne,
@@ -41,6 +43,39 @@ Level = Annotated[
 ]
 
 
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("is no power of two")
+    return value
+
+
+Block = Annotated[
+    int, Field(ge=16, le=4096), AfterValidator(_power_of_two), Takes("a power of two from 16 to 4096")
+]
+
+
+def _nested(levels: Mapping[str, LevelConfig]) -> Mapping[str, LevelConfig]:
+    """Refuses levels of which one is no multiple of the one before; a fault is told of the level that has it."""
+    faults = []
+    for (_, inner), (name, level) in pairwise(levels.items()):
+        if level.devices <= inner.devices or level.devices % inner.devices:
+            fault = ValueError(
+                f"{level.devices} devices is not a multiple of the level before it ({inner.devices}); name the "
+                "smallest groups first"
+            )
+            faults.append(
+                {"type": "value_error", "loc": (name,), "input": level.devices, "ctx": {"error": fault}}
+            )
+    if faults:
+        raise ValidationError.from_exception_data("topology", faults)  # type: ignore[arg-type]
+    return levels
+
+
+Levels = Annotated[
+    dict[NonEmpty, Level], AfterValidator(_nested), Takes("a mapping of levels to numbers of devices")
+]
+
+
 class GradSyncConfig(Section):
     """How gradients are exchanged between the replicas of `mesh.data`, once a step."""
 
@@ -49,7 +84,7 @@ class GradSyncConfig(Section):
         "Form of gradients between nodes: dense; int8, int4, e2m4 (a sign, 2 bits of exponent, 4 of mantissa), each "
         "with a scale a block; topk (the largest only); topk_int4 (those in 4 bits).",
     )
-    block: PositiveInt = described(128, "Numbers that share a scale; a power of two, at least 16.")
+    block: Block = described(128, "Numbers that share a scale.")
     error_feedback: bool = described(
         True, "Add what a codec lost to the next step's gradient (fp32 state of a gradient's size)."
     )
@@ -79,7 +114,7 @@ class GradSyncConfig(Section):
         "flat: all replicas at once; hierarchical: reduced inside a node first, coded between nodes; tree: at every "
         "level of the topology in turn, its leaves first; auto: the one that should take the least time.",
     )
-    topology: dict[NonEmpty, Level] = described(
+    topology: Levels = described(
         {},
         "Groups of near devices, the smallest first, as {node: 8, rack: 64}. Default: the hosts that are there.",
     )
@@ -93,22 +128,6 @@ class GradSyncConfig(Section):
         2**27,
         "Bytes (fp32, of a device) that are exchanged at a time: small parameters together, layers in groups.",
     )
-
-    @model_validator(mode="after")
-    def _together(self) -> GradSyncConfig:
-        faults = []
-        if self.block < 16 or self.block & (self.block - 1):
-            faults.append(f"block {self.block}: takes a power of two of at least 16, as 128")
-        sizes = [level.devices for level in self.topology.values()]
-        for name, small, large in zip(list(self.topology)[1:], sizes, sizes[1:], strict=False):
-            if large <= small or large % small:
-                faults.append(
-                    f"topology.{name}: {large} devices is not a multiple of the level before it ({small}); name the "
-                    "smallest groups first"
-                )
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
 
 
 class DilocoConfig(Section):

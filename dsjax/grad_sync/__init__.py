@@ -10,7 +10,7 @@ from dsjax.grad_sync.exchange import (
     residual_specs,
     seed_of,
 )
-from dsjax.grad_sync.make import make_exchange
+from dsjax.grad_sync.make import left_to_the_compiler, make_exchange
 from dsjax.grad_sync.route import Route, choose_route
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Route",
     "Tensor",
     "choose_route",
+    "left_to_the_compiler",
     "make_codec",
     "make_exchange",
     "mean",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dsjax.config.exchange import GradSyncConfig
@@ -38,9 +38,11 @@ def make_exchange(
         alone = config.codec != "dense"
         return None, [_ALONE.format(codec=config.codec)] if alone else []
     mesh, codec = layout.mesh, make_codec(config)
-    if topology is None or config.topology:
-        devices = list(mesh.devices.flat)
-        topology = given(config.topology, len(devices)) if config.topology else detected(devices)
+    # A mesh of a plan by formulas has a shape and no devices: only those that are to be asked are needed.
+    if config.topology:
+        topology = given(config.topology, mesh.size)
+    elif topology is None:
+        topology = detected(list(mesh.devices.flat))
     leaves, levels = named_leaves(params), along(topology, mesh, AXIS)
     far = topology.several and levels[-1][1] == topology.link
     windows = (
@@ -52,13 +54,54 @@ def make_exchange(
     numbers = sum(sum(t.numbers) for t in tensors.values() if t.coded) or 1
     route = choose_route(levels, numbers, codec, config.route)
     exchange = Exchange(route, codec, tensors, config, windows or None, layout.on_cpu)
-    return exchange, [note for note in (topology.note, _told(config, exchange)) if note]
+    told = (topology.note, _told(config, exchange), *_idle(config, stack))
+    return exchange, [note for note in told if note]
 
 
 _ALONE = (
     "grad_sync.codec: {codec} has nothing to do, as there is one replica (mesh.data is 1): gradients are summed over "
     "fsdp as they are"
 )
+
+
+# Settings that only some codecs heed.
+_HEEDED_BY = {
+    "block": ("int8", "int4", "e2m4", "topk_int4"),
+    "stochastic": ("int8", "int4"),
+    "hadamard": ("int8", "int4", "e2m4"),
+    "fraction": ("topk", "topk_int4"),
+    "feedback_decay": ("int8", "int4", "e2m4", "topk", "topk_int4"),
+}
+_DEFAULTS = GradSyncConfig()
+
+
+def _without_effect(config: GradSyncConfig, names: Iterable[str], why: str) -> list[str]:
+    """A note for people of those settings that were changed though they do nothing; none where there are none."""
+    changed = [name for name in names if getattr(config, name) != getattr(_DEFAULTS, name)]
+    verb = "has" if len(changed) == 1 else "have"
+    return [f"grad_sync: {', '.join(changed)} {verb} no effect {why}"] if changed else []
+
+
+def left_to_the_compiler(config: GradSyncConfig) -> list[str]:
+    """Notes of settings of an exchange that is not made, as statistics of all replicas are wanted."""
+    names = ("dense_dtype", "route", "topology", "overlap", "bucket_bytes")
+    return _without_effect(
+        config,
+        names,
+        "with codec dense on a model with BatchNorm statistics: the compiler adds its gradients up",
+    )
+
+
+def _idle(config: GradSyncConfig, stack: str | None) -> list[str]:
+    """Notes of what the codec does not heed, and of groups of layers where there are none to be told apart."""
+    unheeded = (name for name, codecs in _HEEDED_BY.items() if config.codec not in codecs)
+    ungrouped = ["overlap"] if config.overlap and stack is None else []
+    return [
+        *_without_effect(config, unheeded, f"with codec {config.codec}"),
+        *_without_effect(
+            config, ungrouped, "with a pipeline, or a model that does not say which its layers are"
+        ),
+    ]
 
 
 def _told(config: GradSyncConfig, exchange: Exchange) -> str:

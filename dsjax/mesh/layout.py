@@ -278,7 +278,9 @@ class Layout:
             sizes = dict.fromkeys(sizes, 1) | {"data": devices}
         rows = sizes.pop("tensor_rows")
         shown: dict[str, Any] = sizes | ({"tensor": f"[{sizes['tensor']},{rows}]"} if rows > 1 else {})
-        chosen = " ".join(f"mesh.{axis}={size}" for axis, size in shown.items() if axis != "pipeline")
+        # A run without stages needs no word of them.
+        unsaid = () if self.mesh.shape["pipeline"] > 1 else ("pipeline",)
+        chosen = " ".join(f"mesh.{axis}={size}" for axis, size in shown.items() if axis not in unsaid)
         return f"a layout that divides: {chosen}"
 
 

@@ -115,7 +115,8 @@ def traffic(collectives: Iterable[Collective], target: Target) -> tuple[Traffic,
     for c in collectives:
         if c.group_size > 1 and c.axes and c.times:
             turns = _turns(c.loops)
-            groups.setdefault((c.kind, c.axes, c.crosses(target.domain), c.dtype, turns), []).append(c)
+            key = (c.kind, c.axes, c.crosses(target.domain), c.dtype, turns, c.every)
+            groups.setdefault(key, []).append(c)
     found = [_group(members, target) for members in groups.values()]
     return tuple(sorted(found, key=lambda one: -one.seconds))
 
@@ -131,8 +132,9 @@ def _group(members: list[Collective], target: Target) -> Traffic:
         sent=sum(c.total_wire_bytes for c in members),
         times=sum(c.times for c in members),
         loop=_turns(first.loops),
-        seconds=sum(c.times * wire_seconds(c, target) for c in members),
-        hidden=sum(c.times * hidden_seconds(c, target) for c in members),
+        seconds=sum(c.runs * wire_seconds(c, target) for c in members),
+        hidden=sum(c.runs * hidden_seconds(c, target) for c in members),
+        every=first.every,
     )
 
 
@@ -187,14 +189,14 @@ def compute_seconds(inspection: Inspection, target: Target, reached: Reached) ->
 def exposed_seconds(collective: Collective, target: Target, reached: Reached) -> float:
     """Seconds that a collective is waited for in a step."""
     waited = wire_seconds(collective, target, reached) - hidden_seconds(collective, target, reached)
-    return collective.times * waited
+    return collective.runs * waited
 
 
 def link_times(inspection: Inspection, target: Target, reached: Reached) -> tuple[float, float]:
     """Seconds of a step in which the links inside a node and between nodes are busy."""
     busy = {False: 0.0, True: 0.0}
     for c in inspection.collectives:
-        busy[c.crosses(target.domain)] += c.times * wire_seconds(c, target, reached)
+        busy[c.crosses(target.domain)] += c.runs * wire_seconds(c, target, reached)
     return busy[False], busy[True]
 
 
@@ -219,7 +221,7 @@ class _Seconds:
     def __init__(self, inspection: Inspection, target: Target, reached: Reached):
         self._module, self._turns = inspection.module, inspection.turns
         self._works = Works(inspection.module, inspection.turns)
-        self._target, self._reached = target, reached
+        self._target, self._reached, self._rare = target, reached, inspection.rare
         self._known: dict[str, float] = {}
 
     def of(self, name: str) -> float:
@@ -238,7 +240,8 @@ class _Seconds:
             trips = loop_of(self._module, computation, instruction, self._turns).trips
             return self.of(instruction.called["body"][0]) * float(1 if trips is None else trips)
         if instruction.opcode == "conditional":
-            return max(self.of(branch) for branch in instruction.branches)
+            longest = max(self.of(branch) for branch in instruction.branches)
+            return longest / self._rare.get(instruction.name, 1)
         if instruction.opcode in ("call", "async-start"):
             called = instruction.called.get("calls") or instruction.called.get("to_apply") or []
             return sum(self.of(inner) for inner in called)

@@ -24,10 +24,11 @@ from dsjax.models import ModelSpec, Stages, build
 from dsjax.plan.compiled import check_mesh
 from dsjax.precision import compute_dtype
 from dsjax.train.assemble import check_batch
+from dsjax.train.diloco import refuse_pipeline
 from dsjax.train.losses import language_model_stages
 from dsjax.train.memory import bytes_a_device
 from dsjax.train.optimizers import make_optimizer, make_schedule, optimizer_shardings
-from dsjax.train.stacking import Stack, Stacking, microbatches_of, stacking_of
+from dsjax.train.stacking import Stack, Stacking, microbatches_of, refuse_empty_slots, stacking_of
 from dsjax.train.stage_costs import Costs, costs_of
 
 
@@ -166,6 +167,7 @@ def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
         max_length=config.train.sequence_length,
     )
     over = abstract_mesh(mesh)
+    refuse_pipeline(config.diloco, mesh["pipeline"])
     check_batch(config, over)
     abstract = nnx.eval_shape(lambda: model.init(nnx.Rngs(0)))
     params = nnx.state(abstract, nnx.Param)
@@ -197,7 +199,9 @@ def _stacking(config: Config, model: ModelSpec, abstract: nnx.Module, mesh: Any)
     rows = config.train.global_batch_size // (batch_shards(mesh) * config.train.gradient_accumulation_steps)
     microbatches = microbatches_of(config.pipeline, mesh.shape["pipeline"], rows)
     costs = _costs(config, model, stages)
-    return stacking_of(stages, abstract, mesh, config.pipeline, microbatches, costs)
+    stacking = stacking_of(stages, abstract, mesh, config.pipeline, microbatches, costs)
+    refuse_empty_slots(config.optimizer.kind, stacking)
+    return stacking
 
 
 # Of the last model that was asked about: a search lays the same one out hundreds of times.

@@ -34,6 +34,7 @@ from dsjax.plan.result import Flops, MemoryUse, Plan
 from dsjax.plan.settings import run_tokens, settings_of, with_money
 from dsjax.plan.stages import PipelinedStep
 from dsjax.plan.words import target_notes
+from dsjax.train.diloco import MEETING
 from dsjax.train.lay_out import lay_out
 from dsjax.train.program import Program, Recipe
 
@@ -216,6 +217,9 @@ def _plan(
     known = correction(target)
     staged = None if program is None else _staged(program, step.inspection, target, known.reached)
     inspection = step.inspection if staged is None else staged.inspection
+    apart = None if program is None else program.parts.apart
+    if apart is not None:
+        inspection = inspection.seldom(MEETING, apart.inner_steps)
     groups, flops = cost.traffic(inspection.collectives, target), inspection.work.flops
     dtype = max(flops, key=lambda name: flops[name]) if flops else "bf16"
     forecast = staged.forecast() if staged else cost.step_forecast(inspection, target, known.reached)

@@ -49,8 +49,8 @@ class Traffic:
 
     Attributes:
       link: its name; crosses: it leaves a node.
-      sent: bytes that a device sends in a step.
-      times: how many run in a step.
+      sent: bytes that a device sends in a step, on average.
+      times: how many run in a step; every: in one of so many steps.
       loop: turns of the loops around them, outermost first; () for none.
       seconds: on the wire, in a step; hidden: how much of it computation beside them takes at least.
     """
@@ -65,6 +65,7 @@ class Traffic:
     loop: tuple[int | None, ...]
     seconds: float
     hidden: float
+    every: int = 1
 
 
 @dataclass(frozen=True)

@@ -209,10 +209,16 @@ def _traffic_row(plan: Plan, one: Traffic, written: Callable[[float], str]) -> t
         "between" if one.crosses else "inside",
         one.dtype,
         written(one.sent),
-        f"{one.times} (loop of {loops})" if loops else str(one.times),
+        _times(one, loops),
         seconds(one.seconds),
         hidden,
     )
+
+
+def _times(one: Traffic, loops: str) -> str:
+    if one.every > 1:
+        return f"{one.times} in {one.every} steps"
+    return f"{one.times} (loop of {loops})" if loops else str(one.times)
 
 
 def _time(plan: Plan) -> Sheet:

@@ -33,9 +33,16 @@ def sent(laid: Laid, kind: str, axes: tuple[str, ...], times: int, size: float, 
 
 
 def _between(
-    laid: Laid, kind: str, axes: tuple[str, ...], times: int, size: float, dtype: str, group: tuple[int, int]
+    laid: Laid,
+    kind: str,
+    axes: tuple[str, ...],
+    times: int,
+    size: float,
+    dtype: str,
+    group: tuple[int, int],
+    every: int = 1,
 ) -> Traffic:
-    """The same for a group of so many members, of which so many are in one node."""
+    """The same for a group of so many members, of which so many are in one node; in one of `every` steps."""
     members, together = group
     crosses = together < members
     wire = ring_bytes(kind, members, int(size), int(size))
@@ -46,30 +53,36 @@ def _between(
         link=(chip.network if crosses else chip.node).name,
         crosses=crosses,
         dtype=dtype,
-        sent=times * wire,
+        sent=times * wire / every,
         times=times,
         loop=(),
-        seconds=times * link_seconds(laid.target, kind, wire, members, together),
+        seconds=times * link_seconds(laid.target, kind, wire, members, together) / every,
         hidden=0.0,
+        every=every,
     )
 
 
 def exchanged(laid: Laid) -> list[Traffic]:
-    """The exchange of gradients over `data`, level by level of its route; once a step, or once a meeting's share."""
+    """The exchange of gradients over `data`, level by level of its route; of moves, where workers train apart.
+
+    Those meet once in so many steps; near replicas, which train as one, add up their gradients at every step.
+    """
     if laid.exchange is None:
         return []
     exchange, route, codec = laid.exchange, laid.exchange.route, laid.exchange.codec
     numbers = dict.fromkeys((True, False), 0)
     for tensor in exchange.tensors.values():
         numbers[tensor.coded] += sum(tensor.numbers)
-    every = 1 / (laid.config.diloco.inner_steps or 1)
-    found, inner = [], 1
+    every = laid.config.diloco.inner_steps or 1
+    found: list[tuple[str, float, str, tuple[int, int]]] = []
+    at_every_step, inner = [], 1
     near = together_along(laid.target, laid.mesh, ("data",))
     total = sum(numbers.values())
     for index, size in enumerate(route.parts):
         group = (size, max(1, min(size, near // inner)))
         if index < len(route.parts) - 1:
             # There and back: the way back is coded where the codec was at work.
+            at_every_step.append(("all-reduce", 4 * total, "f32", group))
             back = 4 * numbers[False] + (codec.bytes(numbers[True]) if codec is not None else 0)
             found.append(("reduce-scatter", 4 * total / inner, "f32", group))
             found.append(("all-gather", back / inner, "f32" if codec is None else "u8", group))
@@ -83,8 +96,11 @@ def exchanged(laid: Laid) -> list[Traffic]:
                 found.append(("all-gather", coded * size, "u8", group))
             else:
                 found += [(kind, coded, "u8", group) for kind in ("all-to-all", "all-gather")]
+    near_sums = at_every_step if laid.config.diloco.inner_steps else []
     return [
-        _between(laid, kind, ("data",), 1, every * size, dtype, group) for kind, size, dtype, group in found
+        _between(laid, kind, ("data",), 1, size, dtype, group, often)
+        for which, often in ((near_sums, 1), (found, every))
+        for kind, size, dtype, group in which
     ]
 
 

@@ -29,6 +29,7 @@ from dsjax.train.carried import Kept
 from dsjax.train.host_batch import abstract
 from dsjax.train.program import Program
 from dsjax.train.recorder import LAG, Recorder
+from dsjax.train.stacking import microbatches_of
 from dsjax.train.stage_costs import Costs
 
 # A stage is told to be slow where it takes so many times as long as the median one for its layers.
@@ -158,7 +159,7 @@ class Balancer:
     def _start(self, step: int, program: Program, state: Any, batch: Any) -> None:
         self._compile(program, batch)
         self._timing = _Timing(due=step + LAG + 1)
-        self._after = _after(state.step, program.votes(False))
+        self._after = _after(state.step, program.votes())
         self._timing.watch(self._after)
         self._queue(program, state, batch)
         if self._trial is not None:
@@ -182,7 +183,7 @@ class Balancer:
             if rows % (count * program.accumulation * shards):
                 continue
             try:
-                trial = replace(program, pipeline=program.pipeline.model_copy(update={"microbatches": count}))
+                trial = replace(program, found=replace(program.found, microbatches=count))
             except ConfigError:
                 continue
             # Another order of the rows would want another loader.
@@ -202,6 +203,8 @@ class Balancer:
             wanted = self._resized(program, batch, seconds, _agreed(program, timing.seconds(1)))
         if self._trial is not None:
             self._probes.pop(self._trial.microbatches).get()
+            after = program if wanted is None else wanted[0]
+            after.found = replace(after.found, tried=(*program.found.tried, _passing(self._trial)))
             self._trial = None
         return (program, state) if wanted is None else self._move(step, program, state, *wanted, seconds)
 
@@ -228,7 +231,7 @@ class Balancer:
         set_by_hand = program.pipeline.layers is not None
         if set_by_hand or best.counts == now.counts or gain < program.pipeline.rebalance_gain:
             return None
-        return self._fitting(replace(program, found=best.counts), batch, gain)
+        return self._fitting(replace(program, found=replace(program.found, layers=best.counts)), batch, gain)
 
     def _fitting(self, wanted: Program, batch: Any, gain: float) -> tuple[Program, float] | None:
         """The program and its gain, its step compiled; None where it does not fit."""
@@ -284,17 +287,20 @@ def _one_after_the_other(program: Program) -> bool:
 
 def _layout(program: Program) -> dict[str, Any]:
     assert program.stacking is not None
-    work = program.stacking.pipelining.work
-    return {"layers a stage": told(program.stacking.partition), "microbatches": work.schedule.microbatches}
+    return {"layers a stage": told(program.stacking.partition), "microbatches": _passing(program)}
+
+
+def _passing(program: Program) -> int:
+    """Microbatches of a pass."""
+    return program.stacking.pipelining.work.schedule.microbatches  # type: ignore[union-attr]
 
 
 def _other_sizes(program: Program) -> list[int]:
-    """Half and twice as many microbatches, where the config leaves their number open."""
+    """Half and twice as many microbatches as by default, but for those tried; none where the config says how many."""
     if program.pipeline.microbatches is not None:
         return []
-    assert program.stacking is not None
-    count = program.stacking.pipelining.work.schedule.microbatches
-    return [n for n in (count // 2, 2 * count) if n]
+    count = microbatches_of(program.pipeline, program.mesh.shape["pipeline"], program.rows_a_pass)
+    return [n for n in (count // 2, 2 * count) if n and n not in program.found.tried]
 
 
 def _recompute(program: Program) -> bool:

@@ -52,7 +52,9 @@ class Kept:
         if held is not None:
             before, now = np.asarray(held.slots), program.slots(held.path)
             layers = None if np.array_equal(before, now) else (held.path, before, now)
-        if told == facts_of(new) and layers is None:
+        # Of gradients, or of the moves of workers: other units.
+        alike = (facts.get("workers") is None) == (program.workers is None)
+        if told == facts_of(new) and layers is None and alike:
             return Kept(program, None, program.abstract_state.residuals)
         old = exchange_of(told)
         stored = {
@@ -60,6 +62,8 @@ class Kept:
         }
         if not keeps:
             return Kept(program, None, stored, note=_LEFT_OUT)
+        if not alike:
+            return Kept(program, None, stored, note=_OTHER_UNITS)
         assert new is not None
         if _turned(old) != _turned(new):
             return Kept(program, None, stored, note=_TURNED)
@@ -106,6 +110,7 @@ class Kept:
 _NONE = "the checkpoint holds no residuals of error feedback: they begin at 0"
 _LEFT_OUT = "the checkpoint's residuals of error feedback are left out: nothing here keeps any"
 _TURNED = "residuals of error feedback begin at 0: the checkpoint's are of blocks that were turned otherwise"
+_OTHER_UNITS = "residuals of error feedback begin at 0: those of gradients are not those of moves of workers"
 _CARRIED = "residuals of error feedback are taken over from another layout or codec"
 
 
@@ -142,6 +147,18 @@ class Workers:
         return Workers(program, facts.get("workers"), program.workers)
 
     @property
+    def note(self) -> str:
+        """For people, where there is another number of them."""
+        if self.before == self.now:
+            return ""
+        if self.before is None:
+            return f"{self.now} workers begin to train apart, from what all had"
+        means = f"the mean of the parameters and optimizers of the {self.before} workers that trained apart"
+        if self.now is None:
+            return f"goes on as one with {means}; their outer momentum is left out"
+        return f"{self.now} workers begin with {means}"
+
+    @property
     def one(self) -> State:
         """The program's abstract state, of one worker where the checkpoint has another number."""
         state = self.program.abstract_state
@@ -161,10 +178,15 @@ class Workers:
         return replace(state, opt_state=each(state.opt_state), workers=workers)
 
     def joined(self, state: State) -> State:
-        """What was read as the state of one: the mean of what workers had; their momentum stays."""
+        """What was read as the state of one: the mean of what workers had.
+
+        Those that are to part again begin with what they have learned since they met, and know where that was; one
+        that goes on alone has learned all of it.
+        """
         if self.before == self.now or self.before is None:
             return state
-        return replace(state, opt_state=jax.tree.map(_mean_of, state.opt_state), workers={})
+        params = state.params if self.now is not None else jax.tree.map(_mean_of, state.workers["params"])
+        return replace(state, params=params, opt_state=jax.tree.map(_mean_of, state.opt_state), workers={})
 
     def parted(self, state: State, read: State) -> State:
         """The state of one as that of as many as there are now.

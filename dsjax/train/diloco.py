@@ -16,12 +16,49 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from dsjax.config.exchange import DilocoConfig
+from dsjax.errors import ConfigError
 from dsjax.grad_sync import AXIS, Exchange, mean, residual_specs, seed_of
 from dsjax.mesh import Layout, use_layout
 from dsjax.mesh.inside import inside, manual_specs, shard_map_over
 from dsjax.train.gradients import StepParts, at_rest
 from dsjax.train.replicas import each_its_own_spec
 from dsjax.train.state import State, each_its_own
+
+# The name in compiled programs of what happens at a meeting only.
+MEETING = "workers_meet"
+
+
+def refuse_pipeline(config: DilocoConfig, stages: int) -> None:
+    """Refuses workers that train apart where there are stages.
+
+    Raises:
+      ConfigError: naming both settings.
+    """
+    if config.inner_steps and stages > 1:
+        raise ConfigError(
+            "diloco.inner_steps: workers that train apart do not take part in a pipeline; set mesh.pipeline=1 or "
+            "diloco.inner_steps=0"
+        )
+
+
+def refuse_last_step(config: DilocoConfig, steps: int) -> None:
+    """Refuses a run that ends between two meetings: its parameters would be those of the last one.
+
+    Raises:
+      ConfigError: naming the nearest numbers of steps that end with a meeting.
+    """
+    below = steps // config.inner_steps * config.inner_steps
+    if below == steps:
+        return
+    if not below:
+        raise ConfigError(
+            f"diloco.inner_steps: {config.inner_steps} is more than train.steps {steps}, so workers would never meet; "
+            f"use train.steps={config.inner_steps}, or diloco.inner_steps={steps}"
+        )
+    raise ConfigError(
+        f"train.steps: {steps} is no multiple of diloco.inner_steps {config.inner_steps}, and what workers learn after "
+        f"their last meeting would be lost; use {below} or {below + config.inner_steps}"
+    )
 
 
 def outer_step(parts: StepParts, exchange: Exchange, config: DilocoConfig, state: State) -> State:

@@ -46,6 +46,11 @@ class Stacking:
         return self.partition.slots
 
     @property
+    def kind(self) -> tuple[str, int, int]:
+        """(schedule, stages, chunks a stage)."""
+        return self.pipelining.work.schedule.name, self.partition.stages, self.partition.virtual
+
+    @property
     def words(self) -> str:
         """For people: the schedule, how layers are shared out, and the share of time that stages stand idle."""
         schedule = self.pipelining.work.schedule
@@ -103,15 +108,6 @@ class Held:
             return Held(told["path"], tuple(told["slots"]))
         return None if stacking is None else Held(stacking.path, tuple(range(stacking.partition.layers)))
 
-    def counts(self, stages: int, virtual: int) -> tuple[int, ...] | None:
-        """Layers of each virtual stage, if these are the slots of so many."""
-        if len(self.slots) % (stages * virtual):
-            return None
-        table = np.reshape(self.slots, (stages, virtual, -1)) >= 0
-        counts = tuple(int(n) for n in table.sum(axis=2).T.reshape(-1))
-        whole = min(counts) > 0 and Partition(stages, virtual, counts).slots.tolist() == list(self.slots)
-        return counts if whole else None
-
     def facts(self) -> dict[str, Any]:
         """As JSON."""
         return {"path": self.path, "slots": list(self.slots)}
@@ -130,6 +126,52 @@ class Held:
             )
 
         return map_named(one, abstract)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What balancing found for a pipeline whose config leaves it open; a run that goes on begins with it.
+
+    Attributes:
+      layers: of each virtual stage; None: as they are by default.
+      microbatches: of a pass; None: as many as by default.
+      tried: other numbers of microbatches that were timed, whatever came of it.
+    """
+
+    layers: tuple[int, ...] | None = None
+    microbatches: int | None = None
+    tried: tuple[int, ...] = ()
+
+    def facts(self, stacking: Stacking | None, under: Sequence[Any]) -> dict[str, Any] | None:
+        """As JSON, with what was timed (see `of`); None where nothing was."""
+        if self == Found() or stacking is None:
+            return None
+        return {
+            "layers": self.layers and list(self.layers),
+            "microbatches": self.microbatches,
+            "tried": list(self.tried),
+            "under": [*stacking.kind, *under],
+        }
+
+    @staticmethod
+    def of(
+        facts: Mapping[str, Any], pipeline: PipelineConfig, stacking: Stacking | None, under: Sequence[Any]
+    ) -> Found:
+        """What a checkpoint's facts tell, as far as it holds here: under another number of stages nothing does.
+
+        Args:
+          pipeline: what it sets is not open.
+          under: all else that numbers of microbatches were compared under; in another case they tell nothing.
+        """
+        told = facts.get("balanced")
+        if told is None or stacking is None:
+            return Found()
+        layers, microbatches, tried = told["layers"], told["microbatches"], tuple(told["tried"])
+        if pipeline.layers is not None or (layers and len(layers) != len(stacking.partition.counts)):
+            layers = None
+        if pipeline.microbatches is not None or told["under"] != [*stacking.kind, *under]:
+            microbatches, tried = None, ()
+        return Found(layers and tuple(layers), microbatches, tried)
 
 
 def stacking_of(
@@ -183,6 +225,24 @@ def stacking_of(
     return Stacking(Pipelining(stages, work), partition)
 
 
+def refuse_empty_slots(optimizer: str, stacking: Stacking | None) -> None:
+    """Refuses stages of unequal length with an optimizer that unused slots would mislead.
+
+    Raises:
+      ConfigError: naming layers that work, or another optimizer.
+    """
+    if optimizer != "adafactor" or stacking is None or len(set(stacking.partition.counts)) == 1:
+        return
+    partition, parts = stacking.partition, len(stacking.partition.counts)
+    works = f"set pipeline.layers={[partition.layers // parts] * parts}, or another optimizer"
+    if partition.layers % parts:
+        works = f"{partition.layers} layers do not divide into {parts} stages, so take another optimizer"
+    raise ConfigError(
+        f"optimizer.kind: adafactor measures whole arrays, and stages of {told(partition)} layers leave slots of "
+        f"theirs empty; {works}"
+    )
+
+
 def _stack_leaves(stages: Stages, model: nnx.Module) -> dict[str, Any]:
     leaves = named_leaves(nnx.state(model, nnx.Param))
     return {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{stages.layers}/")}
@@ -215,16 +275,18 @@ def _given(pipeline: PipelineConfig, layers: int, stages: int, virtual: int) -> 
     return Partition(stages, virtual, counts)
 
 
-def microbatches_of(pipeline: PipelineConfig, stages: int, rows: int | None) -> int:
-    """Microbatches of a pass: as set, or the most up to four a stage that divide a device's rows.
+def microbatches_of(pipeline: PipelineConfig, stages: int, rows: int | None, found: int | None = None) -> int:
+    """Microbatches of a pass: as set, as found, or the most up to four a stage that divide a device's rows.
 
     Args:
       rows: rows of a device in a pass; None where only the batches will tell.
+      found: what balancing found.
     """
     if stages == 1:
         return 1
-    if pipeline.microbatches is not None:
-        return pipeline.microbatches
+    known = pipeline.microbatches or found
+    if known is not None:
+        return known
     most = _MICROBATCHES_A_STAGE * stages
     if rows is None:
         return most

@@ -184,6 +184,31 @@ def test_a_permute_that_some_devices_do_not_come_to_hangs(cpu8):
     assert len(permuted(False).of("collective-permute")) == 1 and not permuted(False).hanging()
 
 
+def test_what_a_conditional_does_seldom_is_counted_by_its_share(cpu8):
+    mesh = programs.mesh_of(cpu8.devices())
+
+    def now_and_then(x, step):
+        x = jax.lax.psum(x, "data")
+        with jax.named_scope("rarely"):
+            return jax.lax.cond(step == 0, lambda x: jax.lax.psum(x * x, "tensor") @ x.T @ x, lambda x: x, x)
+
+    mapped = jax.shard_map(now_and_then, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    arguments = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+        for shape, dtype in (((8, 8), jnp.float32), ((), jnp.int32))
+    )
+    always = aot.inspect(aot.compile_for(cpu8, aot.lower_for(cpu8, mapped, *arguments)), mesh)
+    seldom = always.seldom("rarely", 5)
+    before, after = (
+        {c.axes: (c.total_wire_bytes, c.every) for c in one.collectives} for one in (always, seldom)
+    )
+    assert after[("data",)] == before[("data",)]
+    assert after[("tensor",)] == (pytest.approx(before[("tensor",)][0] / 5), 5)
+    assert seldom.flops == pytest.approx(always.flops / 5) and always.flops > 0
+    assert 0 < seldom.work.bytes < always.work.bytes
+    assert always.seldom("another", 5).collectives.times == always.collectives.times
+
+
 def test_loops_of_unknown_length_are_counted_as_one_is_told(inspection):
     told = inspection.counted(lambda loop: Fraction(7, 2) if loop.trips is None else loop.trips)
     unknown = {c.name for c in inspection.collectives if not c.times_known}

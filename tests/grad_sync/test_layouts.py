@@ -117,7 +117,7 @@ def _check(case: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for step in range(2):
         batch = program.place(oracle.batch_of(case.get("rows", "full"), step))
         old = jax.device_get(state.residuals)
-        state, _ = program.step(batch)(state, batch, program.votes(False))
+        state, _ = program.step(batch)(state, batch, program.votes())
         new = jax.device_get(state.residuals)
         got = {n: np.asarray(v) for n, v in named_leaves(jax.device_get(state.opt_state[0].trace)).items()}
         clip = _clipped(got)

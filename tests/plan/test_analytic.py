@@ -10,6 +10,7 @@ from dsjax.config import from_dict
 from dsjax.errors import ConfigError
 from dsjax.plan import analytic, estimate
 from dsjax.plan.compiled import describe
+from dsjax.plan.wire import exchanged
 
 # Compiled with jax 0.10.2 by `python tests/plan/plan_runs.py`. The formulas were made with the "fitted" ones in view;
 # the "held out" ones were chosen, then compiled, and no formula was changed for them.
@@ -44,6 +45,53 @@ def test_state_and_batch_are_exact(gpu_compiler):
     assert (found.parameters, found.optimizer, found.batch) == (
         parts["parameters"], parts["optimizer"], parts["batch"]
     )  # fmt: skip
+
+
+def apart(mesh, **sections):
+    sections = {"diloco": {"inner_steps": 50}, **sections}
+    return from_dict({**small(mesh).model_dump(exclude=set(sections)), **sections})
+
+
+def test_workers_send_their_moves_when_they_meet_and_near_ones_gradients_at_every_step():
+    near = {"topology": {"node": 8}, "route": "hierarchical"}
+    mesh = {"data": 16, "fsdp": 1}
+    found = exchanged(laid(apart(mesh, grad_sync=near), "2x8xH100"))
+    at_every_step, meetings = ([t for t in found if t.every == n] for n in (1, 50))
+    assert len(at_every_step) + len(meetings) == len(found)
+    numbers = 4 * sum(sum(t.numbers) for t in laid(apart(mesh), "2x8xH100").exchange.tensors.values())
+    (near_sum,) = at_every_step
+    assert (near_sum.kind, near_sum.dtype, near_sum.crosses) == ("all-reduce", "f32", False)
+    assert near_sum.sent == pytest.approx(2 * 7 / 8 * numbers, rel=1e-6)
+    assert {t.kind for t in meetings} == {"reduce-scatter", "all-gather", "all-reduce"}
+    # Without workers the same is sent, at every step.
+    usual = exchanged(laid(apart(mesh, grad_sync=near, diloco={}), "2x8xH100"))
+    assert [t.sent for t in meetings] == pytest.approx([t.sent / 50 for t in usual])
+    assert [t.seconds for t in meetings] == pytest.approx([t.seconds / 50 for t in usual])
+
+
+def test_a_topology_needs_no_devices():
+    found = laid(apart({"data": 4, "fsdp": 2}, grad_sync={"topology": {"node": 4}}), "8xH100")
+    assert found.exchange.route.parts == (2, 2)
+    with pytest.raises(ConfigError, match=r"grad_sync\.topology\.node: 8 devices .* groups of 3"):
+        laid(apart({"data": 4, "fsdp": 2}, grad_sync={"topology": {"node": 3}}), "8xH100")
+
+
+@pytest.mark.parametrize(
+    "sections, said",
+    [
+        ({}, r"diloco\.inner_steps: .* mesh\.pipeline=1"),
+        (
+            {"diloco": {}, "optimizer": {"kind": "adafactor"}, "pipeline": {"layers": [1, 3]}},
+            r"optimizer\.kind: adafactor",
+        ),
+    ],
+    ids=["workers", "adafactor"],
+)
+def test_what_training_refuses_is_not_planned(sections, said):
+    config = apart({"data": 2, "pipeline": 2, "fsdp": 2}, **sections)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"num_hidden_layers": 4})})
+    with pytest.raises(ConfigError, match=said):
+        laid(config, "8xH100")
 
 
 def test_more_recomputation_and_more_shards_keep_less():

@@ -36,7 +36,7 @@ def held(tree: Any, device: jax.Device) -> int:
 def test_compiled_bytes_are_those_of_the_live_shards(layout: str) -> None:
     settings = {**PLAIN, **LAYOUTS[layout]}
     program = program_of(settings)
-    state, batch, votes = program.init(3), program.place(batch_of(settings["rows"], 0)), program.votes(False)
+    state, batch, votes = program.init(3), program.place(batch_of(settings["rows"], 0)), program.votes()
     step = program.step(batch)
     stats = step.memory_analysis()
     devices = list(program.mesh.devices.flat)

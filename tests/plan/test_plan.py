@@ -17,6 +17,7 @@ from rich.console import Console
 
 import dsjax
 from dsjax import aot
+from dsjax.config import from_dict
 from dsjax.errors import ConfigError
 from dsjax.mesh import make_mesh
 from dsjax.plan import explain_recipe, fit, plan, plan_recipe, report
@@ -72,6 +73,26 @@ def test_a_plan_tells_collectives_times_and_money(planned):
     assert forecast.dollars == pytest.approx(forecast.days * 24 * 8 * 0.03)
     assert planned.flops.hardware > 0.9 * planned.flops.model > 0
     assert forecast.mfu == pytest.approx(planned.flops.model / (forecast.step_seconds * 8 * 50e9))
+
+
+def test_what_workers_send_when_they_meet_is_shared_out_over_the_steps_between():
+    def planned(inner_steps):
+        values = small({"data": 8}).model_dump()
+        return plan(from_dict({**values, "diloco": {"inner_steps": inner_steps}}), "cpu:8")
+
+    often, seldom = planned(2), planned(20)
+
+    def meeting(found, every):
+        return sum(t.sent for t in found.traffic if t.every == every)
+
+    assert meeting(often, 2) == pytest.approx(10 * meeting(seldom, 20)) and meeting(seldom, 20) > 0
+    # The rest are the metrics' sums.
+    assert meeting(often, 1) == meeting(seldom, 1) < 1000
+    assert seldom.forecast.step_seconds < often.forecast.step_seconds
+    assert seldom.roofline.node < often.roofline.node
+    console = Console(file=io.StringIO(), width=110)
+    show(seldom, console)
+    assert "1 in 20 steps" in console.file.getvalue()
 
 
 def test_a_plan_can_be_printed_stored_and_read_as_a_page(planned):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +17,7 @@ from flax import nnx
 import dsjax
 from dsjax.pipelining.partition import balanced, even
 from dsjax.train.balance import Balancer, _Timing
+from dsjax.train.stacking import Found
 from dsjax.train.stage_costs import Costs
 
 WIDTH, LAYERS, SLEEP = 8, 6, 0.004
@@ -168,6 +170,49 @@ def test_more_microbatches_where_they_pay():
     )  # as good as twice the time
     wanted, gain = balancer._resized(program, batch, np.ones(2), np.full(2, 0.45))
     assert wanted is more and gain == pytest.approx(1 - 17 * 0.45 / 9, abs=0.02)
+
+
+def test_other_microbatches_are_timed_once_and_that_is_remembered():
+    trainer = dsjax.Trainer(
+        init=lambda rngs: Net(rngs=rngs), stages=_stages(False), optimizer=optax.sgd, learning_rate=0.1,
+        mesh={"pipeline": 2}, devices=jax.devices()[:2],
+    )  # fmt: skip
+    progress = SimpleNamespace(busy=lambda what: _nothing([], what), message=lambda line: None)
+    recorder = SimpleNamespace(progress=progress, start_clock=lambda: 0, event=lambda *a, **more: None)
+    program = trainer.program
+    balancer = Balancer(program, recorder, lambda program: None, last=1000)
+    batch = program.place({"x": np.zeros((64, 4), np.float32), "y": np.zeros(64, np.float32)})
+    balancer._trial = balancer._next_trial(program, batch)
+    balancer._probes = {4: SimpleNamespace(get=lambda: None)}
+    # Twice the rows take three times as long.
+    slow = SimpleNamespace(seconds=lambda probe: {d.id: 1.0 + 2 * probe for d in jax.devices()})
+    kept, _ = balancer._decide(5, program, None, batch, slow)
+    assert kept is program and program.found == Found(tried=(4,))
+    assert program.going_on(json.loads(json.dumps(program.facts()))).found == Found(tried=(4,))
+    again = Balancer(program, recorder, lambda program: None, last=1000)
+    assert again._next_trial(program, batch).microbatches == 16
+    assert again._next_trial(program, batch) is None
+
+
+def test_a_run_goes_on_with_all_that_it_found_and_says_so(tmp_path, capsys):
+    def trainer():
+        return dsjax.Trainer(
+            init=lambda rngs: Net(rngs=rngs), stages=_stages(False), optimizer=optax.sgd, learning_rate=0.1,
+            mesh={"pipeline": 2}, devices=jax.devices()[:2], run={"dir": str(tmp_path)},
+            observe={"progress": "none"},
+        )  # fmt: skip
+
+    first = trainer()
+    first.go_on_with(replace(first.program, found=Found((2, 4), 4, (4,))))
+    first.fit(_batches(), steps=2)
+    second = trainer()
+    assert any("stages of 3+3 layers, 8 microbatches" in note for note in second.notes)
+    second.fit(_batches(), steps=4)
+    assert second.program.found == Found((2, 4), 4, (4,))
+    told = [note for note in second.notes if note.startswith("pipeline:")]
+    assert len(told) == 1 and "stages of 2+4 layers, 4 microbatches" in told[0]
+    second.fit(_batches(), steps=6)
+    assert [note for note in second.notes if note.startswith("pipeline:")] == told
 
 
 def test_microbatches_that_were_asked_for_stay(runs):

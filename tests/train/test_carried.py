@@ -35,7 +35,7 @@ def saved(made, where, steps=2):
     state = made.init(seed=3)
     for step in range(steps):
         batch = made.place(oracle.batch_of("full", step))
-        state, _ = made.step(batch)(state, batch, made.votes(False))
+        state, _ = made.step(batch)(state, batch, made.votes())
     checkpoints = DiskCheckpoints(where)
     checkpoints.save(steps, state, made.facts())
     checkpoints.wait()
@@ -73,20 +73,20 @@ def test_the_same_replicas_owe_the_same_bit_for_bit(first, case, settings):
     before, state, checkpoints = first
     after = program(case, settings)
     got, facts = restore(after, checkpoints)
-    assert "taken over" in facts["residuals_note"]
+    assert "taken over" in facts["notes"][0]
     for name in ("sent", "summed"):
         for path in PATHS:
             want = owed(before, state, name, path)
             assert np.abs(want).max() > 0
             np.testing.assert_array_equal(owed(after, got, name, path), want, err_msg=f"{name} {path}")
     batch = after.place(oracle.batch_of("full", 2))
-    assert np.isfinite(float(after.step(batch)(got, batch, after.votes(False))[1]["loss"]))
+    assert np.isfinite(float(after.step(batch)(got, batch, after.votes())[1]["loss"]))
 
 
 def test_as_saved_they_are_read_as_they_are(first):
     before, state, checkpoints = first
     got, facts = restore(before, checkpoints)
-    assert facts["residuals_note"] == ""
+    assert facts["notes"] == []
     for name, leaf in named_leaves(state.residuals).items():
         np.testing.assert_array_equal(named_leaves(got.residuals)[name], leaf)
 
@@ -125,16 +125,16 @@ def test_what_cannot_be_used_is_left_and_told(first, settings, said):
     _, _, checkpoints = first
     after = program({"data": 4, "fsdp": 2}, settings)
     got, facts = restore(after, checkpoints)
-    assert said in facts["residuals_note"]
+    assert said in facts["notes"][0]
     assert not any(np.abs(leaf).max() for leaf in jax.tree.leaves(got.residuals))
     batch = after.place(oracle.batch_of("full", 2))
-    after.step(batch)(got, batch, after.votes(False))
+    after.step(batch)(got, batch, after.votes())
 
 
 def test_a_checkpoint_without_residuals_starts_them(tmp_path):
     _, checkpoints = saved(program({"data": 2}, {}), tmp_path)
     got, facts = restore(program({"data": 2}, INT4), checkpoints)
-    assert "begin at 0" in facts["residuals_note"]
+    assert "begin at 0" in facts["notes"][0]
     assert not any(np.abs(leaf).max() for leaf in jax.tree.leaves(got.residuals))
 
 
@@ -157,30 +157,67 @@ def test_layers_in_other_slots_keep_what_they_owe(tmp_path):
 APART = {"diloco": DilocoConfig(inner_steps=3)}
 
 
-@pytest.mark.parametrize("replicas, apart", [(2, True), (4, False), (4, True)])
-def test_workers_begin_with_the_mean_of_what_they_had(tmp_path, replicas, apart):
+@pytest.mark.parametrize(
+    "before, after",
+    [({}, APART), (APART, {})],
+    ids=["gradients to moves", "moves to gradients"],
+)
+def test_what_gradients_owe_is_not_what_moves_owe(tmp_path, before, after):
+    steps = 3 if before else 2  # a meeting leaves residuals of moves
+    state, checkpoints = saved(program({"data": 2}, INT4, **before), tmp_path, steps)
+    assert any(np.abs(leaf).max() for leaf in jax.tree.leaves(state.residuals))
+    got, facts = restore(program({"data": 2}, INT4, **after), checkpoints)
+    assert any("begin at 0: those of gradients" in note for note in facts["notes"])
+    assert not any(np.abs(leaf).max() for leaf in jax.tree.leaves(got.residuals))
+
+
+@pytest.mark.parametrize(
+    "case", [{"data": 4}, {"fsdp": 4}, {"pipeline": (2, "1f1b")}], ids=["data", "fsdp", "pipeline"]
+)
+def test_one_goes_on_with_all_that_workers_learned(tmp_path, case):
+    state, checkpoints = saved(program({"data": 4}, {}, **APART), tmp_path)
+    after = program(case, {}, **(APART if "fsdp" in case else {}))
+    got, facts = restore(after, checkpoints)
+    assert "goes on as one with the mean" in facts["notes"][0] and "4 workers" in facts["notes"][0]
+    assert after.workers is None and not got.workers
+    learned = named_leaves(state.workers["params"])
+    now = named_leaves(after.in_order(got.params))
+    met = named_leaves(state.params)
+    for name in ("head/kernel", "layers/mlp/up_proj/kernel"):
+        mean = np.asarray(learned[name]).mean(0)
+        assert np.abs(mean - np.asarray(met[name])).max() > 1e-5
+        np.testing.assert_allclose(now[name], mean, rtol=1e-6, atol=1e-9, err_msg=name)
+    batch = after.place(oracle.batch_of("full", 2))
+    after.step(batch)(got, batch, after.votes())
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_workers_begin_with_the_mean_of_what_they_had(tmp_path, replicas):
     before = program({"data": 4}, {}, **APART)
     state, checkpoints = saved(before, tmp_path)
-    after = program({"data": replicas}, {}, **(APART if apart else {}))
-    got, _ = restore(after, checkpoints)
-    assert after.workers == (replicas if apart else None)
-    moments = [np.asarray(named_leaves(s.opt_state)["0/trace/head/kernel"]) for s in (state, got)]
-    np.testing.assert_allclose(
-        moments[1] if not apart else moments[1].mean(0), moments[0].mean(0), rtol=1e-5, atol=1e-9
+    after = program({"data": replicas}, {}, **APART)
+    got, facts = restore(after, checkpoints)
+    assert after.workers == replicas
+    told = (
+        "2 workers begin with the mean of the parameters and optimizers of the 4 workers that trained apart"
     )
+    assert facts["notes"] == ([told] if replicas == 2 else [])
+    moments = [np.asarray(named_leaves(s.opt_state)["0/trace/head/kernel"]) for s in (state, got)]
+    np.testing.assert_allclose(moments[1].mean(0), moments[0].mean(0), rtol=1e-5, atol=1e-9)
     np.testing.assert_array_equal(*(named_leaves(s.params)["head/kernel"] for s in (state, got)))
     batch = after.place(oracle.batch_of("full", 2))
-    after.step(batch)(got, batch, after.votes(False))
+    after.step(batch)(got, batch, after.votes())
 
 
 def test_workers_begin_from_a_run_that_had_none(tmp_path):
     _, checkpoints = saved(program({"data": 2}, {}), tmp_path)
     after = program({"data": 2}, {}, **APART)
-    got, _ = restore(after, checkpoints)
+    got, facts = restore(after, checkpoints)
+    assert facts["notes"] == ["2 workers begin to train apart, from what all had"]
     own = named_leaves(got.workers["params"])["head/kernel"]
     np.testing.assert_array_equal(own[1], named_leaves(got.params)["head/kernel"])
     batch = after.place(oracle.batch_of("full", 2))
-    after.step(batch)(got, batch, after.votes(False))
+    after.step(batch)(got, batch, after.votes())
 
 
 def test_workers_begin_from_a_pipeline_with_its_layers_in_order(tmp_path):
@@ -208,4 +245,4 @@ def test_workers_begin_with_the_parameters_that_they_are_given():
     own = named_leaves(begun.workers["params"])["head/kernel"]
     np.testing.assert_array_equal(own[1], named_leaves(given)["head/kernel"])
     batch = made.place(oracle.batch_of("full", 0))
-    made.step(batch)(begun, batch, made.votes(False))
+    made.step(batch)(begun, batch, made.votes())

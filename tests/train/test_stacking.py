@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +15,11 @@ import pytest
 from flax import nnx
 
 import dsjax
-from dsjax.pipelining.partition import Partition
-from dsjax.train.stacking import Held, Stack
+from dsjax.train.stacking import Found, Stack
+from dsjax.train.stage_costs import Costs
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import oracle
 
 
 class Layer(nnx.Module):
@@ -89,8 +97,43 @@ def test_a_leaf_belongs_to_the_variable_whose_name_it_ends_with():
     )
 
 
-def test_what_a_checkpoint_holds_tells_the_stages_that_made_it():
-    for partition in (Partition(2, 1, (3, 2)), Partition(2, 2, (1, 2, 1, 1)), Partition(4, 1, (1, 2, 1, 1))):
-        held = Held("layers", tuple(map(int, partition.slots)))
-        assert held.counts(partition.stages, partition.virtual) == partition.counts
-    assert Held("layers", (0, 1, 2, 3, 4)).counts(2, 1) is None
+@pytest.fixture(scope="module")
+def staged():
+    made = oracle.program_of({**oracle.PLAIN, "pipeline": (2, "1f1b")})
+    return replace(made, found=Found((2, 3), 4, (4, 16)))
+
+
+def as_saved(program):
+    return json.loads(json.dumps(program.facts()))
+
+
+def test_what_balancing_found_is_written_down_and_taken_up_again(staged):
+    assert (staged.microbatches, staged.stacking.partition.counts) == (4, (2, 3))
+    again = replace(staged, found=Found())
+    assert again.microbatches == 8 and as_saved(again)["balanced"] is None
+    now = again.going_on(as_saved(staged))
+    assert now.found == staged.found and now.microbatches == 4
+    # What another checkpoint's run had not found is not kept from the one before.
+    assert now.going_on(as_saved(again)).found == Found()
+    # Layers that lie in order are found too.
+    deep = oracle.program_of({**oracle.PLAIN, "layers": 16, "pipeline": (2, "1f1b")})
+    heavy = replace(deep, costs=Costs(1.0, 0.0, 9.0))
+    assert heavy.stacking.partition.counts == (9, 7)
+    even = replace(heavy, found=Found((8, 8)))
+    assert heavy.going_on(as_saved(even)).stacking.partition.counts == (8, 8)
+
+
+@pytest.mark.parametrize(
+    "pipeline, more, kept",
+    [
+        ({"layers": [3, 2]}, {}, Found(None, 4, (4, 16))),
+        ({"microbatches": 2}, {}, Found((2, 3))),
+        ({"schedule": "gpipe"}, {}, Found((2, 3))),
+        ({"virtual_stages": 2, "schedule": "interleaved"}, {}, Found()),
+        ({}, {"rows_a_pass": 16}, Found((2, 3))),
+    ],
+    ids=["layers set", "microbatches set", "another schedule", "other stages", "other rows"],
+)
+def test_only_what_still_holds_is_taken_up(staged, pipeline, more, kept):
+    other = replace(staged, pipeline=staged.pipeline.model_copy(update=pipeline), found=Found(), **more)
+    assert other.going_on(as_saved(staged)).found == kept
