@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from dsjax.cli_checkpoints import app as checkpoints
 from dsjax.cli_errors import guarded, leave, report
-from dsjax.errors import ConfigError, InputError
+from dsjax.errors import ConfigError
 
 if TYPE_CHECKING:
     from dsjax.aot import Target
@@ -44,7 +45,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data = typer.Typer(no_args_is_help=True, help="Tokenise data; look at what the model will see.")
-checkpoints = typer.Typer(no_args_is_help=True, help="What a run has stored.")
 app.add_typer(data, name="data")
 app.add_typer(checkpoints, name="checkpoints")
 
@@ -299,19 +299,91 @@ def init(
 @_verb
 def launch(
     command: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="-- COMMAND [ARGS ...]",
             help="A verb of dsjax (train CONFIG ...) or another program (python my_train.py).",
             show_default=False,
         ),
-    ],
-    workers: Annotated[int, typer.Option(min=1, help="Processes to start on this host.")],
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start on each node.", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Nodes of the job, each with a supervisor. Default: as the scheduler says, else 1.",
+            show_default=False,
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Which node this is; 0 leads. Default: the scheduler's.", show_default=False
+        ),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where node 0's supervisor listens. Default: by the scheduler.",
+            show_default=False,
+        ),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B|FILE", help="Start the supervisors on these hosts, by ssh.", show_default=False
+        ),
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Start all again so often at most.")] = 100,
+    give_up_after: Annotated[
+        int, typer.Option(min=1, help="End after so many failures in a row that got no further.")
+    ] = 3,
+    hang_seconds: Annotated[
+        float,
+        typer.Option(min=0.1, help="Start again when a rank stands still so long (or 10 of its steps)."),
+    ] = 60.0,
+    rejoin_seconds: Annotated[
+        float, typer.Option(min=0.0, help="Wait so long for a node that is lost, then go on without.")
+    ] = 30.0,
+    grace_seconds: Annotated[
+        float, typer.Option(min=0.0, help="Kill workers that have not ended so long after they were told to.")
+    ] = 10.0,
+    health: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Run this every 30 s on each node; where it fails the job goes on without that node.",
+            show_default=False,
+        ),
+    ] = None,
+    drain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODE", help="Have the job at --rendezvous go on without a node.", show_default=False
+        ),
+    ] = None,
 ) -> int | None:
-    """Run a command as N processes of one job on this host; all end when one dies."""
-    from dsjax.launch.local import launch
+    """Run a command as N processes on each node, start all again when one fails or hangs."""
+    from dsjax.launch.command import launch_command
 
-    return launch(workers, command)
+    return launch_command(
+        command or [],
+        workers=workers,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        hosts=hosts,
+        drain=drain,
+        max_restarts=max_restarts,
+        give_up_after=give_up_after,
+        hang_seconds=hang_seconds,
+        rejoin_seconds=rejoin_seconds,
+        grace_seconds=grace_seconds,
+        health=health,
+    )
 
 
 @data.command(name="build")
@@ -337,39 +409,6 @@ def data_inspect(
     from dsjax.data import inspect
 
     return inspect(resolved, rows=rows, step=step)
-
-
-@checkpoints.command(name="list")
-@_verb
-def checkpoints_list(config: ConfigFile, more: More = None) -> int | None:
-    """List the stored checkpoints of a run: step, size, age. CONFIG may also be a run's directory."""
-    run = Path(config)
-    if not run.is_dir():
-        resolved = _settings(config, more)
-        run = Path(resolved.run.directory)
-    elif (run / "config.yaml").is_file():
-        resolved = _settings(str(run / "config.yaml"), more)
-    else:
-        raise InputError(f"{run}: is not the directory of a run (it holds no config.yaml)")
-    return _show_checkpoints(Path(resolved.checkpoint.disk.path or run / "checkpoints"))
-
-
-def _show_checkpoints(directory: Path) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
-    from dsjax.checkpoint import listing
-    from dsjax.checkpoint.disk import age
-
-    stored = listing(directory)
-    if not stored:
-        print(f"no checkpoints in {directory}")
-        return 0
-    table = Table("step", "MiB", "written", "path", box=None)
-    for one in stored:
-        table.add_row(str(one.step), f"{one.num_bytes / 2**20:.1f}", age(one.written), str(one.path))
-    Console(soft_wrap=True).print(table)
-    return 0
 
 
 @app.command()

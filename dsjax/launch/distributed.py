@@ -62,6 +62,12 @@ def detect(environ: Mapping[str, str]) -> Cluster | None:
     return None
 
 
+def only_task(environ: Mapping[str, str]) -> Cluster | None:
+    """The SLURM step of one task that this process is; None: it is none. It could have been one of more."""
+    cluster = _slurm(environ)
+    return cluster if cluster is not None and cluster.num_processes == 1 else None
+
+
 def _explicit(environ: Mapping[str, str]) -> Cluster | None:
     names = ("DSJAX_COORDINATOR", "DSJAX_NUM_PROCESSES", "DSJAX_PROCESS_ID")
     coordinator, processes, rank = (environ.get(name) for name in names)
@@ -134,10 +140,8 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     count = _maybe(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if not job or not nodes or rank is None or count is None or rank >= count:
         return None
-    if count == 1:
-        return Cluster("", 1, 0, None, "SLURM")
     step = _maybe(environ, "SLURM_STEP_ID", "SLURM_STEPID") or 0
-    coordinator = environ.get("DSJAX_COORDINATOR") or f"{expand_nodes(nodes)[0]}:{_port(f'{job}.{step}')}"
+    coordinator = environ.get("DSJAX_COORDINATOR") or f"{expand_nodes(nodes)[0]}:{job_port(f'{job}.{step}')}"
     here = _tasks_here(environ)
     devices = share(_maybe(environ, "SLURM_LOCALID"), here, gpus(environ))
     return Cluster(_with_port(coordinator), count, rank, devices, f"SLURM job {job} step {step}")
@@ -160,7 +164,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Cluster | None:
             raise ConfigError(
                 "Open MPI: does not tell the host of rank 0; pass it: mpirun -x DSJAX_COORDINATOR=HOST ..."
             )
-        coordinator = f"{host}:{_port(job)}"
+        coordinator = f"{host}:{job_port(job)}"
     devices = share(_maybe(environ, "OMPI_COMM_WORLD_LOCAL_RANK"), local_size, gpus(environ))
     return Cluster(_with_port(coordinator), count, rank, devices, "Open MPI")
 
@@ -182,7 +186,7 @@ def _maybe(environ: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
-def _port(job: str) -> int:
+def job_port(job: str) -> int:
     """A port that all processes of a job agree on and two jobs seldom share."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % (_PORTS - 1)
 

@@ -8,7 +8,6 @@ JSON; whoever says something else (a port scan, a health check) is not one of us
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import socket
@@ -18,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dsjax.errors import ConfigError, InternalError
+from dsjax.launch.lines import Peer, is_local, listen
 
-_LONGEST_LINE = 4096
 _PAUSE_SECONDS = 0.2
 _TELL_SECONDS = 0.3
 _RANKS_NAMED = 16  # in a message
@@ -51,7 +50,7 @@ class Meeting:
     @property
     def is_local(self) -> bool:
         """Whether all processes are on this host."""
-        return self.host in ("localhost", "127.0.0.1", "::1")
+        return is_local(self.host)
 
 
 def meet(meeting: Meeting, timeout: float) -> None:
@@ -79,44 +78,13 @@ def _missed(meeting: Meeting, who: str, timeout: float) -> InternalError:
     )
 
 
-class _Peer:
-    """A connection, and the lines that came over it."""
-
-    def __init__(self, connection: socket.socket):
-        self.connection = connection
-        self.rank: int | None = None
-        self.name = ""
-        self._buffer = b""
-
-    def lines(self) -> list[dict[str, Any]] | None:
-        """What has arrived; None: the connection has ended, or does not speak as we do."""
-        try:
-            data = self.connection.recv(65536)
-        except (BlockingIOError, TimeoutError):
-            return []
-        except OSError:
-            return None
-        *whole, self._buffer = (self._buffer + data).split(b"\n")
-        try:
-            said = [json.loads(line) for line in whole]
-        except (ValueError, RecursionError):
-            return None
-        ours = data and len(self._buffer) <= _LONGEST_LINE and all(isinstance(one, dict) for one in said)
-        return said if ours else None
-
-    def say(self, **message: Any) -> None:
-        """Sends a line; one who has gone will be seen to have gone when read from."""
-        with contextlib.suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-
 class _Host:
     """Rank 0."""
 
     def __init__(self, meeting: Meeting, timeout: float):
         self._meeting, self._timeout = meeting, timeout
         self._selector = selectors.DefaultSelector()
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._told: tuple[str, float] = ("", 0.0)  # who was said to be missing, and when
 
     def wait(self, deadline: float) -> None:
@@ -144,21 +112,12 @@ class _Host:
     def _listen(self) -> socket.socket:
         port = self._meeting.port
         try:
-            if self._meeting.is_local:
-                family = socket.AF_INET6 if ":" in self._meeting.host else socket.AF_INET
-                listener = socket.create_server((self._meeting.host, port), family=family)
-            elif socket.has_dualstack_ipv6():
-                listener = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
-            else:
-                listener = socket.create_server(("", port))
+            return listen(self._meeting.host, port, self._meeting.processes)
         except OSError as error:
             raise ConfigError(
                 f"rank 0 cannot listen on port {port} of the coordinator's address {self._meeting.address} "
                 f"({error.strerror}); another job may be using it: set DSJAX_COORDINATOR to HOST:ANOTHER_PORT"
             ) from None
-        listener.listen(max(128, self._meeting.processes))
-        listener.setblocking(False)
-        return listener
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(1, self._meeting.processes) if rank not in self._peers]
@@ -169,9 +128,9 @@ class _Host:
         except OSError:
             return
         connection.settimeout(1.0)
-        self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
+        self._selector.register(connection, selectors.EVENT_READ, Peer(connection))
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: Peer) -> None:
         said = peer.lines()
         if said is None or not all(self._greet(peer, message) for message in said):
             self._drop(peer)
@@ -190,7 +149,7 @@ class _Host:
         self._tell(missing=self._who())
         raise _missed(self._meeting, self._who(), self._timeout)
 
-    def _greet(self, peer: _Peer, message: dict[str, Any]) -> bool:
+    def _greet(self, peer: Peer, message: dict[str, Any]) -> bool:
         """Takes what a peer says; whether it is one of us."""
         if message.get("gave_up") and peer.rank is not None:
             self._give_up()  # its time was up first; without it the job cannot start
@@ -215,7 +174,7 @@ class _Host:
         self._peers[rank] = peer
         return True
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: Peer) -> None:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         if peer.rank is not None and self._peers.get(peer.rank) is peer:
@@ -285,7 +244,7 @@ class _Guest:
         self._waiting = ""
         try:
             with self._connect(deadline) as connection:
-                peer = _Peer(connection)
+                peer = Peer(connection)
                 name = f"{socket.gethostname()} process {os.getpid()}"
                 peer.say(rank=self._meeting.rank, processes=self._meeting.processes, name=name)
                 return self._listen(peer, deadline)
@@ -293,7 +252,7 @@ class _Guest:
             self._trouble = error.strerror or str(error)
             return False
 
-    def _listen(self, peer: _Peer, deadline: float) -> bool:
+    def _listen(self, peer: Peer, deadline: float) -> bool:
         while (left := deadline - time.monotonic()) > 0:
             peer.connection.settimeout(left)
             said = peer.lines()

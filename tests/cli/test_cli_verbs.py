@@ -137,7 +137,7 @@ def test_checkpoints_are_listed_by_config_or_directory(dsjax, tmp_path):
     code, out, err = dsjax("checkpoints", "list", "c.yaml")
     assert (code, err) == (0, "")
     header, row = (line.split() for line in out.splitlines())
-    assert header == ["step", "MiB", "written", "path"] and row[:2] == ["12", "1.5"]
+    assert header == ["step", "MiB", "written", "tier", "path"] and row[:2] == ["12", "1.5"]
     assert row[-1] == "runs/little/checkpoints/12"
     code, _, err = dsjax("checkpoints", "list", "runs/little")
     assert (code, err) == (2, "dsjax: runs/little: is not the directory of a run (it holds no config.yaml)\n")

@@ -16,19 +16,10 @@ ROOT = Path(__file__).parents[2]
 START = "import os, signal, sys, time\nrank = int(os.environ['DSJAX_PROCESS_ID'])\n"
 
 
-def command(workers: int, code: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "dsjax",
-        "launch",
-        "--workers",
-        str(workers),
-        "--",
-        sys.executable,
-        "-c",
-        START + code,
-    ]
+def command(workers: int, code: str, *options: str) -> list[str]:
+    """The command line of a job whose first failure ends it, unless `options` say otherwise."""
+    options = ("--workers", str(workers), "--max-restarts", "0", *options)
+    return [sys.executable, "-m", "dsjax", "launch", *options, "--", sys.executable, "-c", START + code]
 
 
 def heed() -> None:
@@ -116,19 +107,13 @@ def test_one_that_was_killed_counts_before_a_peer_that_failed_for_want_of_it(tmp
     assert code == 137 and "rank 1 was ended by SIGKILL" in out and "rank 0 ended" not in out
 
 
-def test_a_worker_that_does_not_end_when_told_is_killed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dsjax.launch.local.GRACE_SECONDS", 0.5)
-    from dsjax.launch.local import launch
-
+def test_a_worker_that_does_not_end_when_told_is_killed(tmp_path):
     stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'up-{rank}', 'w').close()\n"
     ready = "while not os.path.exists('up-0'): time.sleep(0.02)\n"
     began = time.monotonic()
-    assert (
-        launch(2, [sys.executable, "-c", START + stubborn + ready + "rank and sys.exit(9)\ntime.sleep(60)"])
-        == 9
-    )
-    assert time.monotonic() - began < 15
+    code = stubborn + ready + "rank and sys.exit(9)\ntime.sleep(60)"
+    assert finish(start(tmp_path, command(2, code, "--grace-seconds", "0.5")))[0] == 9
+    assert time.monotonic() - began < 8
 
 
 def test_the_others_are_told_before_they_are_killed(tmp_path):
@@ -199,7 +184,7 @@ def test_a_verb_of_dsjax_can_be_given(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [(["no-such-program"], "neither a verb of dsjax"), ([], "COMMAND")]
+    ("words", "says"), [(["no-such-program"], "neither a verb of dsjax"), ([], "nothing to run")]
 )
 def test_what_cannot_be_run_is_refused(tmp_path, words, says):
     process = start(tmp_path, [sys.executable, "-m", "dsjax", "launch", "--workers", "2", "--", *words])
@@ -208,12 +193,16 @@ def test_what_cannot_be_run_is_refused(tmp_path, words, says):
 
 
 def test_workers_share_the_gpus(monkeypatch):
-    from dsjax.launch.local import _environment
+    from dsjax.launch.workers import Generation, worker_environment
+
+    def devices(local: int) -> str | None:
+        generation = Generation("k", 0, "a:1", 4, 2, 2, 2, "b")
+        return worker_environment(generation, local, 2, Path("r")).get("DSJAX_LOCAL_DEVICE_IDS")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    assert [_environment("a", 2, r).get("DSJAX_LOCAL_DEVICE_IDS") for r in range(2)] == ["0,1", "2,3"]
+    assert [devices(local) for local in range(2)] == ["0,1", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "DSJAX_LOCAL_DEVICE_IDS" not in _environment("a", 2, 0)
+    assert devices(0) is None
 
 
 def test_sigterm_ends_a_joined_process_that_does_not_handle_it(tmp_path):
