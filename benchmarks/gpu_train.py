@@ -70,7 +70,7 @@ def rows_of(config: Any) -> dict[str, np.ndarray]:
 
 def seconds_a_step(program: Any, state: Any, placed: Any, rounds: int, each: int) -> float:
     """The median of rounds of so many steps, after a round that warms up; the state is donated."""
-    step, votes, seconds = program.step(placed), program.votes(False), []
+    step, votes, seconds = program.step(placed), program.votes(), []
     for number in range(rounds + 1):
         started = time.perf_counter()
         for _ in range(each):

@@ -157,7 +157,7 @@ def account(program: Any, placed: Any) -> tuple[dict[str, Any], Any]:
     """Bytes of a step's arguments and results on the first device, XLA's and those of the live arrays; a state."""
     import jax
 
-    device, step, votes = program.mesh.devices.flat[0], program.step(placed), program.votes(False)
+    device, step, votes = program.mesh.devices.flat[0], program.step(placed), program.votes()
     stats, state = step.memory_analysis(), program.init(0)
     before = held((state, placed, votes), device)
     results = step(state, placed, votes)

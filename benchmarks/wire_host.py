@@ -171,7 +171,7 @@ class Case:
             program = self.program
             self.state = replace(jax.tree.map(jnp.copy, state), residuals=self.residuals)
             batch = program.place(batch_of(self.config, jax.local_device_count()))
-            self.train, self.given = program.step(batch), (batch, program.votes(False))
+            self.train, self.given = program.step(batch), (batch, program.votes())
             self._step()
         return facts
 

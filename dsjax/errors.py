@@ -39,6 +39,10 @@ class InputError(DsjaxError):
     exit_code = EXIT_BAD_INPUT
 
 
+class Damaged(InputError):
+    """A checkpoint or snapshot that cannot be trusted; an older one may serve."""
+
+
 class Diverged(DsjaxError):
     """Training gave up: too many steps in a row were not finite."""
 

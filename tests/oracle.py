@@ -175,7 +175,7 @@ def train(settings: Mapping[str, Any]) -> Trained:
     result = Trained([], [], [], {})
     for step in range(STEPS):
         batch = program.place(batch_of(settings["rows"], step))
-        state, metrics = program.step(batch)(state, batch, program.votes(False))
+        state, metrics = program.step(batch)(state, batch, program.votes())
         result.losses.append(float(metrics["loss"]))
         result.norms.append(float(metrics["grad_norm"]))
         result.gradients.append(_named(program.in_order(state.opt_state[0].trace)))

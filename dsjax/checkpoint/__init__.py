@@ -1,9 +1,12 @@
-"""Saving and restoring the state of a run.
+"""Saving and restoring the state of a run, in tiers that offer the same few calls.
 
-One tier so far: numbered Orbax checkpoints on disk.  Further tiers stand beside `disk` and offer
-the same few calls.
+`snapshots` lie in the memory of the hosts, `disk` holds numbered Orbax checkpoints, `remote` copies of those in
+object stores.
 """
 
-from dsjax.checkpoint.disk import DiskCheckpoints, StoredCheckpoint, listing
+from dsjax.checkpoint.disk import DiskCheckpoints
+from dsjax.checkpoint.remote import RemoteCheckpoints
+from dsjax.checkpoint.snapshots import MemorySnapshots
+from dsjax.checkpoint.stored import StoredCheckpoint, listing
 
-__all__ = ["DiskCheckpoints", "StoredCheckpoint", "listing"]
+__all__ = ["DiskCheckpoints", "MemorySnapshots", "RemoteCheckpoints", "StoredCheckpoint", "listing"]

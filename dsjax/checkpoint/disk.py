@@ -1,50 +1,44 @@
-"""Numbered Orbax checkpoints on disk: asynchronous, atomic, restorable onto any mesh."""
+"""Numbered Orbax checkpoints on disk: asynchronous, atomic, checked, restorable onto any mesh."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
+from dsjax.checkpoint.chunks import save_args
+from dsjax.checkpoint.digests import digests, verify
+from dsjax.checkpoint.faults import disk_faults
+from dsjax.checkpoint.retention import superfluous
+from dsjax.checkpoint.stored import (
+    DELETED,
+    META,
+    STATE,
+    free,
+    metric_of,
+    read_arrays,
+    read_meta,
+    remove,
+    remove_checkpoints,
+    steps_in,
+    stored_arrays,
+)
 from dsjax.checkpoint.tree import check_matches, from_stored, to_stored
-from dsjax.errors import DsjaxError, InputError, InternalError
+from dsjax.config.checkpoint import DiskConfig
+from dsjax.errors import Damaged, InputError
 from dsjax.mesh import named_leaves
 
-_STATE, _META = "state", "meta"
-
-
-@dataclass(frozen=True)
-class StoredCheckpoint:
-    """One checkpoint on disk: its step, size in bytes, when it was written (Unix time), path."""
-
-    step: int
-    num_bytes: int
-    written: float
-    path: Path
-
-
-def listing(directory: str | Path) -> list[StoredCheckpoint]:
-    """The finished checkpoints of a checkpoint directory, oldest first; reads names and sizes only."""
-    root = Path(directory)
-    if not root.is_dir():
-        return []
-    found = []
-    for path in root.iterdir():
-        numbered = path.name.isdigit() and path.name == str(int(path.name))
-        if numbered and (path / _STATE).is_dir():
-            files = [f for f in path.rglob("*") if f.is_file()]
-            size = sum(f.stat().st_size for f in files)
-            found.append(StoredCheckpoint(int(path.name), size, path.stat().st_mtime, path))
-    return sorted(found, key=lambda c: c.step)
+# Data files of this size are written while the next one is filled, and copied elsewhere in parallel.
+_FILE_BYTES = 64 * 2**20
 
 
 class DiskCheckpoints:
@@ -52,32 +46,37 @@ class DiskCheckpoints:
 
     Args:
       directory: where they lie; made when first saved to.
-      keep: how many of the newest are kept.
+      config: what is kept, and how it is written.
+
+    Attributes:
+      failed: the newest save failed, on this process or as far as it knows.
+      held: tells the steps that may not be removed now, as they are being copied elsewhere.
+      before_save: called with the step before anything of a save is written; what it raises fails the save.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 3):
+    def __init__(self, directory: str | Path, config: DiskConfig | None = None):
         self.directory = Path(directory).absolute()
-        self._keep = keep
-        self._manager: ocp.CheckpointManager | None = None
         self.failed = False
+        self.held: Callable[[], Collection[int]] = lambda: ()
+        self.before_save: Callable[[int], None] = lambda step: None
+        self._config = config or DiskConfig()
+        self._writer: ocp.AsyncCheckpointer | None = None
+        self._pending: int | None = None
+        self._removal: threading.Thread | None = None
+
+    def steps(self) -> list[int]:
+        """Steps of the finished checkpoints, oldest first."""
+        return steps_in(self.directory)
 
     def latest_step(self) -> int | None:
         """Step of the newest finished checkpoint."""
-        steps = [c.step for c in listing(self.directory)]
-        return max(steps) if steps else None
+        return max(self.steps(), default=None)
 
-    def _open(self) -> ocp.CheckpointManager:
-        if self._manager is None:
-            # Orbax warns about options that do not matter here, on every process.
-            # What fails in the background is raised by `check` and `wait`, once, as a line.
-            logging.getLogger("absl").setLevel(logging.CRITICAL)
-            options = ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep, cleanup_tmp_directories=True, create=True
-            )
-            handlers = {_STATE: ocp.StandardCheckpointHandler(), _META: ocp.JsonCheckpointHandler()}
-            with _disk_faults(self.directory):
-                self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
-        return self._manager
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of a step is complete on disk."""
+        return (self.directory / str(step) / STATE).is_dir()
+
+    # ---- saving --------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Makes the directory, so that one that cannot be written is refused before training.
@@ -85,32 +84,79 @@ class DiskCheckpoints:
         Raises:
           InputError: the directory cannot be made or written.
         """
-        with _disk_faults(self.directory):
+        with disk_faults(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 probe = self.directory / ".writable"
                 probe.write_bytes(b"x")
                 probe.unlink()
+                self._sweep()
         self._open()
 
-    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+    def _sweep(self) -> None:
+        """Removes what a save or a removal that was cut short has left."""
+        for path in self.directory.iterdir():
+            number, dot, rest = path.name.partition(".")
+            if number.isdecimal() and (dot + rest == DELETED or rest.startswith("orbax-checkpoint-tmp")):
+                remove(path)
+
+    def _open(self) -> ocp.AsyncCheckpointer:
+        if self._writer is None:
+            # Orbax warns about options that do not matter here, on every process.
+            # What fails in the background is raised by `check` and `wait`, once, as a line.
+            logging.getLogger("absl").setLevel(logging.CRITICAL)
+            arrays = ocp.PyTreeCheckpointHandler(use_compression=self._config.compression == "zstd")
+            handlers = {STATE: arrays, META: ocp.JsonCheckpointHandler()}
+            self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+        return self._writer
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        meta: Mapping[str, Any],
+        metrics: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         """Starts saving; returns when the state has been copied off the devices.
+
+        Args:
+          meta: what is written beside the state, as JSON.
+          metrics: what evaluations of this very state found, as {set: {metric: value}}.
 
         Raises:
           InputError, InternalError: this save could not start, or an earlier one failed.
         """
-        manager = self._open()
-        arguments = ocp.args.Composite(
-            **{_STATE: ocp.args.StandardSave(to_stored(state)), _META: ocp.args.JsonSave(dict(meta))}
+        self.wait()
+        stored = to_stored(state)
+        facts = {**meta, "metrics": _finite(metrics or {}), "digests": digests(stored)}
+        arrays = ocp.args.PyTreeSave(
+            stored,
+            save_args=jax.tree.map(lambda leaf: save_args(), stored),
+            ocdbt_target_data_file_size=_FILE_BYTES,
         )
-        with self._noting_failure(), _disk_faults(self.directory):
-            manager.save(step, args=arguments, force=True)
+        arguments = ocp.args.Composite(**{STATE: arrays, META: ocp.args.JsonSave(facts)})
+        with self._noting_failure(), disk_faults(self.directory):
+            self.before_save(step)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._open().save(self.directory / str(step), args=arguments, force=True)
+            self._pending = step
 
     def check(self) -> None:
-        """Raises the error of a save that failed in the background."""
-        if self._manager is not None:
-            with self._noting_failure(), _disk_faults(self.directory):
-                self._manager.check_for_errors()
+        """Raises the error of a save that failed in the background; removes what is superfluous.
+
+        Costs a look at the directory while a save is under way, else nothing.
+        """
+        if self._writer is not None and self._pending is not None:
+            with self._noting_failure(), disk_faults(self.directory):
+                self._writer.check_for_errors()
+            self._settle()
+
+    def wait(self) -> None:
+        """Blocks until the save under way has finished, and raises its error if it failed."""
+        if self._writer is not None:
+            with self._noting_failure(), disk_faults(self.directory):
+                self._writer.wait_until_finished()
+            self._settle()
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -118,164 +164,119 @@ class DiskCheckpoints:
         try:
             yield
         except Exception:
-            self.failed = True
+            self.failed, self._pending = True, None
+            if jax.process_index() == 0 and self.directory.is_dir():
+                self._sweep()
             raise
 
-    def wait(self) -> None:
-        """Blocks until the save under way has finished, and raises its error if it failed."""
-        if self._manager is not None:
-            with self._noting_failure(), _disk_faults(self.directory):
-                self._manager.wait_until_finished()
-                self._manager.check_for_errors()
+    def recover(self) -> None:
+        """Makes ready to save again after a save that failed; call it on all processes."""
+        self.failed = False
+
+    def _settle(self) -> None:
+        """Once the save under way is complete: removes what is superfluous."""
+        step = self._pending
+        if step is None or not self.has(step):
+            return
+        self._pending = None
+        if jax.process_index() == 0:
+            with disk_faults(self.directory):
+                self._prune()
+
+    def _prune(self) -> None:
+        best = self._config.best_metric if self._config.keep_best else None
+        metrics = {s: metric_of(self.directory / str(s), best) if best else None for s in self.steps()}
+        rules = (self._config.keep, self._config.keep_every, self._config.keep_best)
+        remove_checkpoints(self.directory, set(superfluous(metrics, *rules)) - set(self.held()))
+        # Files are freed at leisure, and never while the loop waits.
+        if self._removal is None or not self._removal.is_alive():
+            self._removal = threading.Thread(target=free, args=(self.directory,), name="removal")
+            self._removal.start()
+
+    def close(self) -> None:
+        """Waits for the save under way and lets go of Orbax's threads."""
+        if self._writer is not None:
+            try:
+                self.wait()
+            finally:
+                self._writer.close()
+                self._writer = None
+        if self._removal is not None:
+            self._removal.join()
+
+    # ---- restoring -----------------------------------------------------------------------------
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """The state saved at a step, placed as the abstract tree `like` says, and its metadata.
 
         Raises:
-          InputError: no such checkpoint, an unreadable one, or one of another model.
+          InputError: no such checkpoint, or one of another model; Damaged: it cannot be read or is not as
+            it was saved.
         """
-        where = f"checkpoint {self.directory / str(step)}"
-        self._require(step)
-        manager = self._open()
-        wanted = to_stored(like)
-        try:
-            stored = manager.item_metadata(step)[_STATE]
-            check_matches(stored.tree, wanted, where)
-            arguments = ocp.args.Composite(
-                **{_STATE: ocp.args.StandardRestore(wanted), _META: ocp.args.JsonRestore()}
-            )
-            result = manager.restore(step, args=arguments)
-        except DsjaxError:
-            raise
-        except Exception as error:
-            _hush_closed_loops()
-            raise _unreadable(where, error) from error
-        return from_stored(result[_STATE], like), dict(result[_META])
+        result, facts = self._read(step, to_stored(like), whole=True)
+        facts.pop("digests", None)
+        return from_stored(result, like), facts
+
+    def _read(self, step: int, wanted: dict[str, Any], whole: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        path = self.directory / str(step)
+
+        def read() -> tuple[dict[str, Any], dict[str, Any]]:
+            facts, stored = self.facts(step), stored_arrays(path)
+            considered = stored if whole else {name: stored[name] for name in wanted if name in stored}
+            check_matches(considered, wanted, f"checkpoint {path}")
+            return read_arrays(path, wanted), facts
+
+        result, facts = _agreed(read, f"checkpoint {path}")
+        verify({name: result[name] for name in wanted}, facts.get("digests", {}), f"checkpoint {path}")
+        return result, facts
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What was written beside the state of a step.
+        """What was written beside the state of a step; `metrics` and `digests` among it.
 
         Raises:
-          InputError: no such checkpoint, or an unreadable one.
+          InputError: no such checkpoint; Damaged: it cannot be read.
         """
-        where = f"checkpoint {self.directory / str(step)}"
-        self._require(step)
-        try:
-            return dict(
-                ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(self.directory / str(step) / _META)
-            )
-        except Exception as error:
-            raise _unreadable(where, error) from error
-
-    def _require(self, step: int) -> None:
-        stored = [c.step for c in listing(self.directory)]
+        stored = self.steps()
         if step not in stored:
             known = ", ".join(map(str, stored)) or "none"
             raise InputError(
                 f"checkpoint {self.directory / str(step)} does not exist; steps stored there: {known}"
             )
+        return read_meta(self.directory / str(step))
 
     def restore_part(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """Some top-level parts of a saved state (their names are `like`'s keys), placed as in `like`.
 
         Raises:
-          InputError: no such checkpoint, an unreadable one, or one of another model.
+          InputError: no such checkpoint, or one of another model; Damaged: it cannot be read or is not as
+            it was saved.
         """
-        where = f"checkpoint {self.directory / str(step)}"
-        wanted = {name: to_stored(tree) for name, tree in like.items()}
-        handler = ocp.PyTreeCheckpointHandler()
-        try:
-            path = self.directory / str(step) / _STATE
-            stored = ocp.Checkpointer(handler).metadata(path).item_metadata.tree
-            check_matches({n: stored[n] for n in wanted if n in stored}, wanted, where)
-            arguments = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding), wanted)
-            result = ocp.Checkpointer(handler).restore(
-                path, args=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
-            )
-        except DsjaxError:
-            raise
-        except Exception as error:
-            _hush_closed_loops()
-            raise _unreadable(where, error) from error
+        result, _ = self._read(step, to_stored(dict(like)), whole=False)
         return {name: from_stored(result[name], like[name]) for name in like}
 
-    def close(self) -> None:
-        """Waits for the save under way and lets go of Orbax's threads."""
-        if self._manager is not None:
-            self.wait()
-            self._manager.close()
-            self._manager = None
+
+def _agreed(read: Callable[[], Any], where: str) -> Any:
+    """What `read` returns; where it fails on one process it fails on all, so that none waits for another."""
+    fault: InputError | None = None
+    result = None
+    try:
+        result = read()
+    except InputError as error:
+        fault = error
+    if jax.process_count() > 1:
+        good = multihost_utils.process_allgather(np.int32(fault is None))
+        if fault is None and not np.all(good):
+            fault = Damaged(f"{where}: process {int(np.argmin(good))} could not read its part")
+    if fault is not None:
+        raise fault
+    return result
+
+
+def _finite(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """What JSON can hold of the metrics."""
+    return {name: {k: float(v) for k, v in one.items() if math.isfinite(v)} for name, one in metrics.items()}
 
 
 def state_bytes(state: Any) -> int:
     """Bytes of a (concrete or abstract) state as stored, over all devices, each array once."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in named_leaves(to_stored(state)).values())
-
-
-def _unreadable(where: str, error: Exception) -> InputError:
-    text = str(error).partition("\n")[0][:200]
-    said = f": {text}" if "<" not in text and "NoneType" not in text else ""
-    return InputError(
-        f"{where} is damaged or incomplete ({type(error).__name__}{said}); remove it to go on from an earlier one"
-    )
-
-
-def _hush_closed_loops() -> None:
-    """After a read that failed, TensorStore's other reads report to an event loop that Orbax has closed."""
-    before = sys.excepthook
-
-    def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        if not (kind is RuntimeError and "Event loop is closed" in str(error)):
-            before(kind, error, trace)
-
-    sys.excepthook = hook
-
-
-class _disk_faults:
-    """Turns an error of the file system, at any depth, into one clear line."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, DsjaxError) or not isinstance(error, Exception):
-            return
-        cause: BaseException | None = error
-        text = " ".join(str(error).split())
-        if any(word in text for word in ("Gloo", "by peer")):
-            return  # Another process was lost; the disk has nothing to do with it.
-        while cause is not None:
-            if isinstance(cause, OSError) and cause.errno in _PLAIN:
-                raise InputError(f"checkpoint.disk.path {self._directory}: {_PLAIN[cause.errno]}") from error
-            cause = cause.__cause__ or cause.__context__
-        for number, plain in _PLAIN.items():
-            if errno.errorcode[number] in text or _TEXTS.get(number, "\0") in text:
-                raise InputError(f"checkpoint.disk.path {self._directory}: {plain}") from error
-        raise InternalError(
-            f"saving to {self._directory} failed: {type(error).__name__}: {text[:300]}"
-        ) from error
-
-
-_PLAIN = {
-    errno.ENOSPC: "the disk is full; free some space or set checkpoint.disk.path to another disk "
-    "(earlier checkpoints stay restorable)",
-    errno.EROFS: "the disk is read-only; set checkpoint.disk.path to one that can be written",
-    errno.EACCES: "no permission to write; set checkpoint.disk.path to a directory of yours",
-    errno.ENOENT: "this directory cannot be made; set checkpoint.disk.path to a directory of yours",
-    errno.ENOTDIR: "a part of this path is a file; set checkpoint.disk.path to a directory",
-    errno.EEXIST: "this path is a file; set checkpoint.disk.path to a directory",
-    errno.EDQUOT: "the disk quota is used up; free some space or set checkpoint.disk.path elsewhere",
-}
-_TEXTS = {errno.ENOSPC: "No space left on device", errno.EROFS: "Read-only file system"}
-
-
-def age(written: float) -> str:
-    """How long ago a Unix time was, in words."""
-    seconds = max(0.0, time.time() - written)
-    for limit, unit, size in [(90, "s", 1), (5400, "min", 60), (172800, "h", 3600)]:
-        if seconds < limit:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds / 86400:.0f} days ago"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from dsjax.config.checkpoint import CheckpointConfig
 from dsjax.config.exchange import DilocoConfig, GradSyncConfig
 from dsjax.config.fields import (
     BelowOne,
@@ -322,20 +323,6 @@ class StabilityConfig(Section):
         "skip", "A step whose loss or gradient is not finite changes no parameter."
     )
     give_up_after: PositiveInt = described(10, "End with exit code 3 after this many skipped steps in a row.")
-
-
-class DiskConfig(Section):
-    """Checkpoints on disk."""
-
-    every: NonNegativeInt = described(500, "Save every N steps, and at the end; 0: only at the end.")
-    keep: PositiveInt = described(3, "Keep the newest N.")
-    path: str | None = described(None, "Directory. Default: checkpoints in the run directory.")
-
-
-class CheckpointConfig(Section):
-    """What is saved, when and where."""
-
-    disk: DiskConfig = Field(default_factory=DiskConfig, description="Checkpoints on disk.")
 
 
 class WandbConfig(Section):

@@ -95,7 +95,7 @@ class EvalData:
         rows = []
         for position in self._shape.rows:
             at = number * self._shape.batch + int(position)
-            if at >= self.num_rows:
+            if position >= self._shape.batch or at >= self.num_rows:
                 rows.append(empty_rows((self._shape.length,)))
                 continue
             which = int(np.searchsorted(self._ends, at, side="right"))
@@ -124,7 +124,8 @@ def open_eval(config: Config, rows: np.ndarray) -> dict[str, EvalData]:
     """The evaluation sets of a config: the held-out slice, if there is one, and `eval.sets` by name.
 
     Args:
-      rows: int32 positions in a batch of `train.global_batch_size` that this process supplies.
+      rows: int32 positions in a batch of `train.global_batch_size` that this process supplies;
+        empty rows stand past its end.
 
     Raises:
       InputError: nothing is held out although `data.holdout` asks for it, a set without text, or files

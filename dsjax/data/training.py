@@ -14,7 +14,15 @@ from dsjax.data.cache import counted
 from dsjax.data.corpus import Corpus, open_corpus, require_same_everywhere
 from dsjax.data.examples_log import ExamplesLog
 from dsjax.data.order import order_of
-from dsjax.data.rows import DocumentRows, Rows, SyntheticRows, document_rows, require_rows, stacked
+from dsjax.data.rows import (
+    DocumentRows,
+    Rows,
+    SyntheticRows,
+    document_rows,
+    empty_rows,
+    require_rows,
+    stacked,
+)
 from dsjax.data.tokenizer import Tokenizer, load_tokenizer
 from dsjax.errors import InputError
 
@@ -64,14 +72,15 @@ class TrainData:
     def example_ids(self, step: int) -> list[str]:
         """Ids of the source examples in this process's part of batch number `step` (from 0)."""
         found = []
-        for source, row in self._picked(step):
-            found += self.sources[source].ids(row)
+        for picked in self._picked(step):
+            if picked is not None:
+                found += self.sources[picked[0]].ids(picked[1])
         return found
 
     def row_ids(self, step: int, row: int) -> list[str]:
         """Ids of one row of this process's part of a batch, one a segment."""
-        source, number = list(self._picked(step))[row]
-        return self.sources[source].ids(number)
+        picked = list(self._picked(step))[row]
+        return [] if picked is None else self.sources[picked[0]].ids(picked[1])
 
     @property
     def holds_out(self) -> bool:
@@ -118,19 +127,21 @@ class TrainData:
             parts.append(f"{counted(skipped['masked'], 'conversation')} without the assistant skipped")
         return "; ".join(parts)
 
-    def _picked(self, step: int) -> Iterator[tuple[int, int]]:
+    def _picked(self, step: int) -> Iterator[tuple[int, int] | None]:
+        """Source and number of each row; None past the batch's end, where it is filled up with empty rows."""
         for row in self._rows:
-            yield self._order[int(step * self._batch + row)]
+            yield self._order[int(step * self._batch + row)] if row < self._batch else None
 
     def _read(self, step: int) -> dict[str, np.ndarray]:
-        return stacked([self.sources[source].row(row) for source, row in self._picked(step)])
+        empty = empty_rows((self._config.train.sequence_length,))
+        return stacked([self.sources[p[0]].row(p[1]) if p else empty for p in self._picked(step)])
 
 
 def open_train(config: Config, rows: np.ndarray) -> TrainData:
     """The training data of a config, for the process that supplies these rows of the global batch.
 
     Args:
-      rows: int32 positions in the global batch [rows of this process].
+      rows: int32 positions in the global batch [rows of this process]; empty rows stand past its end.
 
     Raises:
       ConfigError, InputError: as their messages say.

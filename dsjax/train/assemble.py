@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from dsjax.data import Tokenizer, load_tokenizer
 from dsjax.errors import ConfigError
 from dsjax.mesh import batch_shards, make_mesh, zigzag_order
 from dsjax.models import ModelSpec, Stages, build
+from dsjax.train.elastic import padded_rows, replanned
 from dsjax.train.lay_out import lay_out
 from dsjax.train.losses import language_model_loss, language_model_stages, logits_loss, loss_of_stages
 from dsjax.train.optimizers import make_optimizer, make_schedule
@@ -30,9 +32,18 @@ class Assembled:
     model: ModelSpec
     trainer: Trainer
 
+    @property
+    def rows(self) -> Any:
+        """Which rows of the global batch this process supplies; empty ones past its end fill it up."""
+        parts = batch_shards(self.trainer.mesh) * self.trainer.program.microbatches
+        return self.trainer.rows(padded_rows(self.config.train.global_batch_size, parts))
 
-def check_batch(config: Config, mesh: jax.sharding.Mesh) -> None:
+
+def check_batch(config: Config, mesh: jax.sharding.Mesh, *, filled_up: bool = False) -> None:
     """Refuses a batch or sequence that does not divide over the mesh.
+
+    Args:
+      filled_up: the batch need not divide: empty rows fill it up.
 
     Raises:
       ConfigError: naming the settings and values that would work.
@@ -40,7 +51,7 @@ def check_batch(config: Config, mesh: jax.sharding.Mesh) -> None:
     train, shards = config.train, batch_shards(mesh)
     parts = shards * train.gradient_accumulation_steps
     faults = []
-    if train.global_batch_size % parts:
+    if train.global_batch_size % parts and not filled_up:
         below, above = train.global_batch_size // parts * parts, -(-train.global_batch_size // parts) * parts
         near = " or ".join(str(n) for n in (below, above) if n)
         faults.append(
@@ -48,8 +59,8 @@ def check_batch(config: Config, mesh: jax.sharding.Mesh) -> None:
             f"(mesh data x fsdp x expert) times {train.gradient_accumulation_steps} microbatches "
             f"(train.gradient_accumulation_steps); use {near}"
         )
-    passes = microbatches_of(config.pipeline, mesh.shape["pipeline"], train.global_batch_size // parts)
-    if not faults and (rows := train.global_batch_size // parts) % passes:
+    passes = microbatches_of(config.pipeline, mesh.shape["pipeline"], -(-train.global_batch_size // parts))
+    if not faults and (rows := -(-train.global_batch_size // parts)) % passes:
         works = next(n for n in range(min(passes, rows), 0, -1) if rows % n == 0)
         faults.append(
             f"pipeline.microbatches: {passes} do not divide the {rows} rows of a batch shard (train.global_batch_size "
@@ -71,7 +82,8 @@ def assemble(config: Config, *, allow_config_change: bool = False) -> Assembled:
     Raises:
       ConfigError, InputError: what cannot be built, a line a fault.
     """
-    check_batch(config, make_mesh(config.mesh))
+    config, notes = replanned(config, jax.device_count(), os.environ)
+    check_batch(config, make_mesh(config.mesh), filled_up=bool(notes))
     tokenizer = load_tokenizer(config)
     model = _model(config, jax.default_backend(), tokenizer.vocab_size)
     train = config.train
@@ -84,6 +96,7 @@ def assemble(config: Config, *, allow_config_change: bool = False) -> Assembled:
         flops_per_step=per_token * tokens if per_token else None,
         allow_config_change=allow_config_change,
     )
+    trainer.notes += notes
     return Assembled(config, tokenizer, model, trainer)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -59,3 +61,18 @@ def refuse_nan(name: str, value: np.ndarray, step: int | None) -> None:
             f"data: {where} holds NaN in {name or 'its array'}, rows {', '.join(map(str, rows))} of this "
             "process; clean the data set (nothing was changed by this batch)"
         )
+
+
+def warned_if_alike(
+    batches: Iterator[Any], are_alike: Callable[[Any], bool], say: Callable[[str], None]
+) -> Iterator[Any]:
+    """The batches; warns if every process brings the same rows where each should bring its own."""
+    first = next(batches, None)
+    if first is None:
+        return batches
+    if are_alike(first):
+        say(
+            "WARNING: all processes bring the same rows, so each counts several times; give every process "
+            "its own (trainer.rows tells which)"
+        )
+    return itertools.chain([first], batches)

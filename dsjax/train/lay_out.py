@@ -9,11 +9,10 @@ import jax
 from dsjax.config import Config
 from dsjax.config.parallel import PipelineConfig
 from dsjax.data.rows import empty_rows
-from dsjax.errors import ConfigError
 from dsjax.mesh import batch_shards
-from dsjax.pipelining.partition import told
 from dsjax.precision import compute_dtype
 from dsjax.train.program import Program, Recipe
+from dsjax.train.stacking import refuse_empty_slots
 from dsjax.train.stage_costs import Costs, costs_of
 
 
@@ -40,7 +39,7 @@ def lay_out(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh, **more: Any
         remat=train.remat if recipe.remat_by_step else "none",
         **more,
     )
-    _check_optimizer(config, program)
+    refuse_empty_slots(config.optimizer.kind, program.stacking)
     return program
 
 
@@ -51,27 +50,12 @@ def _pipeline(config: Config) -> PipelineConfig:
     return config.pipeline.model_copy(update={"rebalance_every": 0})
 
 
-def _check_optimizer(config: Config, program: Program) -> None:
-    if config.optimizer.kind != "adafactor" or program.stacking is None:
-        return
-    partition = program.stacking.partition
-    if len(set(partition.counts)) > 1:
-        parts = len(partition.counts)
-        works = f"set pipeline.layers={[partition.layers // parts] * parts}, or another optimizer"
-        if partition.layers % parts:
-            works = f"{partition.layers} layers do not divide into {parts} stages, so take another optimizer"
-        raise ConfigError(
-            f"optimizer.kind: adafactor measures whole arrays, and stages of {told(partition)} layers leave slots of "
-            f"theirs empty; {works}"
-        )
-
-
 def _rows_a_pass(config: Config, mesh: jax.sharding.Mesh) -> int | None:
     """Rows of a batch shard in a pass of the pipeline; None for a script, whose batches tell."""
     if config.model.kind == "python":
         return None
     parts = batch_shards(mesh) * config.train.gradient_accumulation_steps
-    return max(1, config.train.global_batch_size // parts)
+    return -(-config.train.global_batch_size // parts)
 
 
 def _costs(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh) -> Costs | None:

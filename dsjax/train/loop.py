@@ -13,12 +13,15 @@ from typing import Any
 import jax
 
 from dsjax.errors import InputError, OutOfDeviceMemory, Preempted
+from dsjax.faults import Faults
 from dsjax.train.balance import Balancer
 from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory
 from dsjax.train.program import Program
 from dsjax.train.recorder import Recorder
+from dsjax.train.saving import Saving
 from dsjax.train.signals import StopRequest
 from dsjax.train.state import State
+from dsjax.train.votes import STOP
 
 Results = dict[str, dict[str, float]]
 
@@ -30,30 +33,25 @@ class Plan:
     Attributes:
       steps: the run's last step.
       stop_after: end after this many steps of this call, as a pre-emption would.
-      save_every, eval_every: every N steps; 0: only at the end (eval: never).
+      eval_every: every N steps and at the end; 0: never.
       evaluate: evaluates a state; None where there is nothing to evaluate on.
-      save: starts saving a state under its step.
-      check_saves: raises the error of a background save that failed.
       log_examples: called with the number of each step and its batch (from 0), before it runs.
-      on_eval, on_checkpoint: the user's callbacks.
+      on_eval: the user's callback.
       on_program: called with the program that takes over, when a pipeline's stages are balanced anew.
       evaluate_first: the evaluation of the state that the loop starts from is still owed.
+      faults: those to be injected.
     """
 
     steps: int
     stop_after: int | None = None
-    save_every: int = 0
     eval_every: int = 0
     evaluate: Callable[[State], Results] | None = None
-    save: Callable[[int, State], None] = lambda step, state: None
-    check_saves: Callable[[], None] = lambda: None
     log_examples: Callable[[int, int], None] | None = None
     on_eval: Callable[[int, Results], None] | None = None
-    on_checkpoint: Callable[[int], None] | None = None
     trace: Callable[[int], None] = lambda step: None
     on_program: Callable[[Program], None] = lambda program: None
     evaluate_first: bool = False
-    saved_at: int = field(default=-1, init=False)
+    faults: Faults = field(default_factory=Faults)
 
 
 def run_loop(
@@ -62,6 +60,7 @@ def run_loop(
     batches: Iterator[Any],
     plan: Plan,
     recorder: Recorder,
+    saving: Saving,
     stop: StopRequest,
 ) -> State:
     """Trains from the state's step to the plan's last one and returns the last state.
@@ -71,50 +70,55 @@ def run_loop(
       InputError: the data ended early.
     """
     start = int(state.step)
-    plan.saved_at = start if start else -1
+    saving.started_at(start)
     offset = int(state.data_step) - start
     last_of_call = plan.steps if plan.stop_after is None else min(plan.steps, start + plan.stop_after)
     alone = jax.process_count() == 1
     if plan.evaluate_first:
-        _evaluate(plan, recorder, start, state)
+        _evaluate(plan, recorder, saving, start, state)
     balancer = Balancer(program, recorder, plan.on_program, last_of_call)
     recorder.start_clock()
     step = start
     while step < last_of_call:
         step += 1
         plan.trace(step)
+        plan.faults.before_step(step)
+        recorder.beat(step, "waiting for data")
         waited = time.monotonic()
         batch = _next_batch(batches, step, plan.steps)
         placed = program.place(batch, step)
         if plan.log_examples is not None:
             plan.log_examples(step, step - 1 + offset)
         waited = time.monotonic() - waited
-        votes = balancer.votes(program.votes(stop.requested))
+        recorder.beat(step, "step")
+        asked = (STOP if stop.requested else 0) | saving.votes()
+        votes = balancer.votes(program.votes(asked))
         state, metrics = _one_step(program, state, placed, votes, recorder)
         recorder.step_done(step, metrics, waited)
-        plan.check_saves()
         if step == plan.steps:
             break
-        if recorder.stop_voted or (alone and stop.requested):
+        if recorder.asked & STOP or (alone and stop.requested):
             break
         if plan.eval_every and step % plan.eval_every == 0:
-            _evaluate(plan, recorder, step, state)
-        if plan.save_every and step % plan.save_every == 0:
-            _save(plan, recorder, step, state)
+            _evaluate(plan, recorder, saving, step, state)
+        saving.step_done(step, state)
         if step < last_of_call:
+            before = program
             program, state = balancer.step_done(step, program, state, placed)
+            if program is not before:
+                saving.laid_out_anew(step, state)
     balancer.close()
     recorder.drain()
-    if plan.saved_at != step:
-        _save(plan, recorder, step, state, last=True)
+    saving.last(step, state)
     if step < plan.steps:
-        reason = stop.signal or ("another process was asked to stop" if recorder.stop_voted else "stop_after")
+        voted = recorder.asked & STOP
+        reason = stop.signal or ("another process was asked to stop" if voted else "stop_after")
         recorder.event("preempted", step, reason=reason)
         raise Preempted(
             f"stopped at step {step} of {plan.steps} ({reason}), saved; run the same again to go on"
         )
     if plan.eval_every and step > start:
-        _evaluate(plan, recorder, step, state)
+        _evaluate(plan, recorder, saving, step, state)
     return state
 
 
@@ -132,6 +136,7 @@ def _one_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     first = not program.has_step(batch)
     if first:
+        recorder.beat(recorder.step + 1, "compiling")
         with recorder.progress.busy("compiling the step"):
             compiled = program.step(batch)
         recorder.start_clock()
@@ -146,38 +151,33 @@ def _one_step(
         raise program.does_not_fit(batch, compiled_bytes(compiled) or 0, limit) from error
 
 
-def _save(plan: Plan, recorder: Recorder, step: int, state: State, *, last: bool = False) -> None:
-    recorder.drain()
-    if recorder.skipped_in_a_row and not last:
-        # The parameters may be ruined already: the checkpoints from before are worth more than their place.
-        recorder.progress.message(f"step {step}: not saved, as the last step was skipped")
-        return
-    plan.save(step, state)
-    plan.saved_at = step
-    recorder.event("checkpoint_saved", step)
-    if plan.on_checkpoint is not None:
-        plan.on_checkpoint(step)
-    recorder.start_clock()
-
-
-def _evaluate(plan: Plan, recorder: Recorder, step: int, state: State) -> None:
+def _evaluate(plan: Plan, recorder: Recorder, saving: Saving, step: int, state: State) -> None:
     if plan.evaluate is None:
         return
     recorder.drain()
+    recorder.beat(step, "evaluating")
     with recorder.progress.busy("evaluating"):
         results = plan.evaluate(state)
     recorder.evaluated(step, results)
+    saving.evaluated(step, results)
     if plan.on_eval is not None:
         plan.on_eval(step, results)
     recorder.start_clock()
 
 
-def evaluate(program: Program, state: State, batches: Any, steps: int = -1) -> dict[str, float]:
+def evaluate(
+    program: Program,
+    state: State,
+    batches: Any,
+    steps: int = -1,
+    beat: Callable[[str], None] = lambda what: None,
+) -> dict[str, float]:
     """Weighted loss over a finite set of batches: sums over all of it, divided once.
 
     Args:
       batches: an iterable of this process's rows; all of it counts, a last partial batch too.
       steps: at most this many batches; -1: all.
+      beat: called with what is being done, before each batch.
 
     Returns:
       loss, tokens (the weight), perplexity, and the loss function's extras.
@@ -195,6 +195,7 @@ def evaluate(program: Program, state: State, batches: Any, steps: int = -1) -> d
     before: Mapping[str, jax.Array] = {}
     for batch in itertools.islice(batches, None if steps < 0 else steps):
         placed = program.place_eval(batch)
+        beat("evaluating" if program.has_evaluation(placed) else "compiling")
         now = program.evaluation(placed)(state.params, state.model_state, placed)
         add(before)
         before = now

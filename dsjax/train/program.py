@@ -24,13 +24,14 @@ from jax.sharding import PartitionSpec as P
 from dsjax.config.exchange import DilocoConfig, GradSyncConfig
 from dsjax.config.parallel import PipelineConfig
 from dsjax.errors import ConfigError, InputError
-from dsjax.grad_sync import Exchange, make_exchange
+from dsjax.grad_sync import Exchange, left_to_the_compiler, make_exchange
 from dsjax.grad_sync.residuals import facts_of
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
 from dsjax.mesh.topology import Topology
 from dsjax.models import Stages
 from dsjax.precision import apply_policy
 from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter
+from dsjax.train.diloco import refuse_last_step, refuse_pipeline
 from dsjax.train.given import Init, check_init, check_patterns
 from dsjax.train.gradients import StepParts
 from dsjax.train.host_batch import abstract, leading_rows, narrow, refuse_nan, signature
@@ -42,7 +43,7 @@ from dsjax.train.memory import (
     refuse_oversized_state,
 )
 from dsjax.train.pipelined import probed, refuse_permutes
-from dsjax.train.stacking import Held, Stack, microbatches_of, stacking_of
+from dsjax.train.stacking import Found, Held, Stack, microbatches_of, stacking_of
 from dsjax.train.stage_costs import Costs
 from dsjax.train.state import State, first_state, statistics
 from dsjax.train.step import eval_step, train_step
@@ -85,7 +86,7 @@ class Program:
       rows_a_pass: rows of a batch shard in a pass of the pipeline, where they are known.
       costs: cost of a layer, of the embedding and of the head, in any unit, where they are known: layers are
         shared out by them.
-      found: layers of each virtual stage that balancing found, in place of those.
+      found: by balancing: layers of each virtual stage, in place of those, and microbatches.
       compiler_options: XLA's, for the compiled functions.
       on_compile: called with what was compiled and the seconds it took.
       alternatives: programs of other settings to try when a step does not fit.
@@ -108,7 +109,7 @@ class Program:
     topology: Topology | None = None
     rows_a_pass: int | None = None
     costs: Costs | None = None
-    found: tuple[int, ...] | None = None
+    found: Found = field(default_factory=Found)
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     on_compile: Callable[[str, float], None] = lambda what, seconds: None
     alternatives: Callable[[], list[tuple[str, Program]]] = list
@@ -117,9 +118,12 @@ class Program:
         recipe = self.recipe
         check_init(recipe.init)
         model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
-        passes = microbatches_of(self.pipeline, self.mesh.shape["pipeline"], self.rows_a_pass)
+        refuse_pipeline(self.diloco, self.mesh.shape["pipeline"])
+        passes = microbatches_of(
+            self.pipeline, self.mesh.shape["pipeline"], self.rows_a_pass, self.found.microbatches
+        )
         self.stacking = stacking_of(
-            recipe.stages, model, self.mesh, self.pipeline, passes, self.costs, self.found
+            recipe.stages, model, self.mesh, self.pipeline, passes, self.costs, self.found.layers
         )
         path = recipe.stages.layers if recipe.stages else ""
         self.stack = Stack(path, frozenset(named_leaves(nnx.state(model))))
@@ -152,9 +156,10 @@ class Program:
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         # Shards of the batch, and how many of them are this process's: the same at every step.
         self._shards = batch_shards(self.mesh), len(process_rows(self.mesh, batch_shards(self.mesh)))
+        self._under = [self.accumulation, self.rows_a_pass, self._shards[0], jax.process_count()]
         self._steps: dict[Any, Any] = {}
         self._evals: dict[Any, Any] = {}
-        self._votes: dict[bool, jax.Array] = {}
+        self._votes: dict[int, jax.Array] = {}
 
     def _model(self, key: jax.Array) -> nnx.Module:
         model = self.recipe.init(nnx.Rngs(key))
@@ -168,14 +173,9 @@ class Program:
         return NamedSharding(self.mesh, P())
 
     def _exchange(self, params: nnx.State, model_state: nnx.State) -> tuple[Exchange | None, list[str]]:
-        if self.diloco.inner_steps and self.stacking is not None:
-            raise ConfigError(
-                "diloco.inner_steps: workers that train apart do not take part in a pipeline; set mesh.pipeline=1 or "
-                "diloco.inner_steps=0"
-            )
         if statistics(model_state) and self.grad_sync.codec == "dense" and not self.diloco.inner_steps:
             # The compiler, which sees all replicas, then makes statistics of a microbatch of all of them.
-            return None, []
+            return None, left_to_the_compiler(self.grad_sync)
         stages = self.recipe.stages if self.stacking is None else None
         recomputes = stages is not None and stages.remat == "full"
         groups = stages.layers if stages and (recomputes or self.grad_sync.overlap) else None
@@ -268,11 +268,16 @@ class Program:
         return np.arange(depths[0] if depths else 0)
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint says of how it holds layers and residuals; None: in order, none."""
+        """What a checkpoint says beside the state; None: layers in order, nothing found, no residuals, no workers."""
         layers = None
         if self.stacking is not None and not self.stacking.partition.in_order:
             layers = Held(self.stacking.path, tuple(map(int, self.stacking.slots))).facts()
-        return {"layers": layers, "residuals": facts_of(self.parts.exchange), "workers": self.workers}
+        return {
+            "layers": layers,
+            "balanced": self.found.facts(self.stacking, self._under),
+            "residuals": facts_of(self.parts.exchange),
+            "workers": self.workers,
+        }
 
     @property
     def workers(self) -> int | None:
@@ -281,13 +286,18 @@ class Program:
         return exchange.route.replicas if exchange is not None and self.parts.apart else None
 
     def going_on(self, facts: Mapping[str, Any]) -> Program:
-        """The program with the stages that a checkpoint was made with, if balancing may have found them."""
-        held, stacking = facts.get("layers"), self.stacking
-        if stacking is None or not held or self.pipeline.layers is not None:
-            return self
-        now = stacking.partition
-        counts = Held(held["path"], tuple(held["slots"])).counts(now.stages, now.virtual)
-        return self if counts in (None, now.counts) else replace(self, found=counts)
+        """The program with what balancing had found when a checkpoint was made, where this config leaves it open."""
+        found = Found.of(facts, self.pipeline, self.stacking, self._under)
+        return self if found == self.found else replace(self, found=found)
+
+    def check_steps(self, steps: int) -> None:
+        """Refuses a last step whose parameters would not be what workers that train apart have learned.
+
+        Raises:
+          ConfigError: naming numbers of steps that work.
+        """
+        if self.parts.apart is not None:
+            refuse_last_step(self.parts.apart, steps)
 
     def model(self, state: State) -> nnx.Module:
         """The Flax model with the state's parameters (not a copy, but where a pipeline stores layers otherwise)."""
@@ -365,14 +375,14 @@ class Program:
 
         return jax.tree_util.tree_map_with_path(put, batch)
 
-    def votes(self, stop: bool) -> jax.Array:
-        """This process's say in whether to stop, one number a device."""
-        if stop not in self._votes:
+    def votes(self, asked: int = 0) -> jax.Array:
+        """What this process asks of all (`dsjax.train.votes`), one number a device."""
+        if asked not in self._votes:
             sharding = NamedSharding(self.mesh, P(AXES))
             local = sum(d.process_index == jax.process_index() for d in self.mesh.devices.flat)
-            value = np.full(local, int(stop), np.int32)
-            self._votes[stop] = jax.make_array_from_process_local_data(sharding, value, (self.mesh.size,))
-        return self._votes[stop]
+            value = np.full(local, asked, np.int32)
+            self._votes[asked] = jax.make_array_from_process_local_data(sharding, value, (self.mesh.size,))
+        return self._votes[asked]
 
     # ---- compiled functions --------------------------------------------------------------------
 
@@ -459,6 +469,10 @@ class Program:
             )
 
         return jax.tree.map(one, batch)
+
+    def has_evaluation(self, batch: Any) -> bool:
+        """Whether the evaluation of batches of this shape is compiled already."""
+        return signature(batch) in self._evals
 
     def evaluation(self, batch: Any) -> Callable[[nnx.State, nnx.State, Any], dict[str, jax.Array]]:
         """The compiled evaluation of placed batches shaped like this one."""

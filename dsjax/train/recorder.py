@@ -16,6 +16,7 @@ import numpy as np
 from dsjax.config.schema import ObserveConfig
 from dsjax.errors import Diverged
 from dsjax.observe import EventLog, MetricsLog, Progress, open_sinks
+from dsjax.observe.heartbeat import Heartbeat
 from dsjax.train.memory import peak_bytes
 
 # Steps whose metrics may still be on the device: the host prepares the next steps meanwhile.
@@ -62,6 +63,7 @@ class Recorder:
         last_good: Callable[[], str],
         on_step: OnStep | None = None,
         unit: str = "tokens",
+        heartbeat: Heartbeat | None = None,
     ):
         primary = jax.process_index() == 0
         self.metrics = MetricsLog(run_dir, enabled=primary)
@@ -76,7 +78,8 @@ class Recorder:
         self._seconds: list[float] = []
         self._tokens: list[float] = []
         self._waits: list[float] = []
-        self.stop_voted = False
+        self._heartbeat = heartbeat or Heartbeat()
+        self.asked = 0  # by any process, since it was last cleared
         self.skipped_in_a_row = 0
         self.step = first_step
         self.last_record: dict[str, Any] = {}
@@ -95,6 +98,10 @@ class Recorder:
             sink.close()
         self.metrics.close()
         self.events.close()
+
+    def beat(self, step: int, what: str) -> None:
+        """Tells the supervisor, if there is one, what is being done (one of `heartbeat.PHASES`)."""
+        self._heartbeat.at(step, what)
 
     def start_clock(self) -> None:
         """Starts timing anew: what went before (compiling, saving, evaluating) is not a step's time."""
@@ -129,7 +136,7 @@ class Recorder:
         self._last_time = now
         self._tokens.append(float(values["tokens"]))
         self._waits.append(pending.input_wait)
-        self.stop_voted |= bool(values["stop"])
+        self.asked |= int(values["asked"])
         self.skipped_in_a_row = int(values["skipped"])
         if not values["applied"]:
             self._skipped(pending.step, values)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import jax
 
 from dsjax.config import Config, dump
 from dsjax.data import EvalData, open_eval, open_train
-from dsjax.errors import ConfigError, InputError
+from dsjax.errors import ConfigError, Damaged, InputError
 from dsjax.train.assemble import Assembled, assemble
 from dsjax.train.generation import Sampling, tokens_after
 from dsjax.train.memory import GIB, bytes_a_device
@@ -28,7 +29,7 @@ def train(config: Config, *, dry_run: bool = False, allow_config_change: bool = 
     if dry_run:
         return _dry_run(job)
     trainer = job.trainer
-    data = open_train(config, trainer.rows(config.train.global_batch_size))
+    data = open_train(config, job.rows)
     sets = _open_eval(job) if config.eval.every else {}
     last: dict[str, Any] = {}
     state = trainer.fit(
@@ -96,7 +97,7 @@ def _restored(job: Assembled) -> State:
 
 def _open_eval(job: Assembled) -> Mapping[str, EvalData]:
     config = job.config
-    return open_eval(config, job.trainer.rows(config.train.global_batch_size))
+    return open_eval(config, job.rows)
 
 
 def _compressed(config: Config, sets: Mapping[str, EvalData]) -> dict[str, dict[str, float]]:
@@ -144,12 +145,17 @@ def _dry_run(job: Assembled) -> int:
     """Prints every setting and what this machine would do; compiles and writes nothing."""
     config, trainer = job.config, job.trainer
     trainer.directory.check_resume()
+    trainer.program.check_steps(config.train.steps)
+    latest = trainer.checkpoints.latest_step()
+    if latest is not None:
+        with suppress(Damaged):  # training passes it over
+            trainer.go_on_with(trainer.program.going_on(trainer.checkpoints.facts(latest)))
     state = trainer.program.abstract_state
     params = sum(
         leaf.size for leaf in jax.tree.leaves(jax.eval_shape(trainer.program.in_order, state.params))
     )
     held = bytes_a_device(state)
-    train, latest = config.train, trainer.checkpoints.latest_step()
+    train = config.train
     start = "start" if latest is None else f"resume at step {latest}"
     axes = " x ".join(f"{a} {s}" for a, s in trainer.mesh.shape.items() if s > 1) or "one device"
     device = trainer.mesh.devices.flat[0]

@@ -19,7 +19,7 @@ from flax import nnx
 
 from dsjax.grad_sync import AXIS, mean
 from dsjax.mesh import gather_all, use_layout
-from dsjax.train.diloco import outer_step
+from dsjax.train.diloco import MEETING, outer_step
 from dsjax.train.gradients import (
     Batch,
     Microbatches,
@@ -33,6 +33,7 @@ from dsjax.train.losses import normalised
 from dsjax.train.pipelined import evaluated, pipelined
 from dsjax.train.replicas import by_replica
 from dsjax.train.state import State, add_exactly
+from dsjax.train.votes import counted
 
 Metrics = dict[str, jax.Array]
 
@@ -72,7 +73,7 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
 
     Args:
       batch: arrays [A, B / A, ...]: A microbatches of the global batch.
-      votes: int32 [devices], not 0 where a process was asked to stop.
+      votes: int32 [devices], what each device's process asks for (`votes`).
 
     Returns:
       The next state and the step's metrics (scalars, the same on every device). A step whose loss
@@ -94,7 +95,7 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
         "tokens": sums.weight,
         "grad_norm": norm,
         "applied": applied,
-        "stop": jnp.sum(votes) > 0,
+        "asked": counted(votes),
         **{f"extra/{name}": s / jnp.maximum(w, 1e-30) for name, (s, w) in sums.extras.items()},
     }
     if parts.schedule is not None:
@@ -140,7 +141,7 @@ def _met(parts: StepParts, state: State) -> State:
     """After every so many steps the workers meet."""
     assert parts.exchange is not None and parts.apart is not None
     meet = partial(outer_step, parts, parts.exchange, parts.apart)
-    with use_layout(parts.layout):
+    with use_layout(parts.layout), jax.named_scope(MEETING):
         return jax.lax.cond(state.step % parts.apart.inner_steps == 0, meet, lambda state: state, state)
 
 

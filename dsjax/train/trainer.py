@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -18,26 +18,30 @@ from dsjax.checkpoint import DiskCheckpoints
 from dsjax.checkpoint.disk import state_bytes
 from dsjax.config import Config, from_dict
 from dsjax.data import as_step_loader
-from dsjax.errors import ConfigError, Diverged, Preempted
+from dsjax.errors import ConfigError, Preempted
+from dsjax.faults import Faults
 from dsjax.mesh import make_mesh
 from dsjax.models import Stages
 from dsjax.observe import check_sinks, peak_flops, write_report
+from dsjax.observe.heartbeat import Heartbeat
 from dsjax.train import loop
 from dsjax.train.agreement import require_same_settings
 from dsjax.train.given import SCRIPTS_OWN, Init, Optimizer, as_loss, as_optimizer, as_schedule, require_alive
+from dsjax.train.host_batch import warned_if_alike
 from dsjax.train.lay_out import lay_out
 from dsjax.train.optimizers import Schedule
 from dsjax.train.program import Program, Recipe
 from dsjax.train.recorder import Rates, Recorder
-from dsjax.train.resume import first_state, going_on, restore
+from dsjax.train.resume import Start, begin, restore
 from dsjax.train.rundir import RunDirectory
+from dsjax.train.saving import Saving, last_good, make_room_in_memory, open_tiers
 from dsjax.train.signals import stop_on_signals
 from dsjax.train.state import State
 from dsjax.train.summary import show
 from dsjax.train.tracing import trace_window
 
 # Metrics that only the loop has a use for.
-_OF_THE_LOOP = ("stop", "skipped", "tokens_seen")
+_OF_THE_LOOP = ("asked", "skipped", "tokens_seen")
 
 
 class Trainer:
@@ -186,7 +190,7 @@ class Trainer:
         self._only, self._allow, self._unit, self._by_script = only, allow_config_change, "tokens", False
         disk = config.checkpoint.disk
         self.directory = RunDirectory(config.run.directory, config, allow_config_change, only)
-        self.checkpoints = DiskCheckpoints(disk.path or self.directory.path / "checkpoints", keep=disk.keep)
+        self.checkpoints = DiskCheckpoints(disk.path or self.directory.path / "checkpoints", disk)
         self._loader_state: Callable[[int], Any] = lambda step: None
 
     def _compiled(self, what: str, seconds: float) -> None:
@@ -221,7 +225,7 @@ class Trainer:
         """
         require_alive(state)
         placed = self.program.place(batch)
-        state, metrics = self.program.step(placed)(state, placed, self.program.votes(False))
+        state, metrics = self.program.step(placed)(state, placed, self.program.votes())
         return state, {name: value for name, value in metrics.items() if name not in _OF_THE_LOOP}
 
     def rows(self, global_batch_size: int) -> Any:
@@ -242,7 +246,11 @@ class Trainer:
         require_alive(state)
         batches = loader() if callable(loader) else loader
         limit = self.config.eval.steps if steps is None else steps
-        return loop.evaluate(self.program, state, batches, limit)
+        return loop.evaluate(self.program, state, batches, limit, self._beat)
+
+    def _beat(self, what: str) -> None:
+        if self._recorder is not None:
+            self._recorder.beat(self._recorder.step, what)
 
     def plan(
         self,
@@ -284,12 +292,13 @@ class Trainer:
         """Saves the state under its step, and waits until it is on disk. Returns the step."""
         require_alive(state)
         step = int(state.step)
-        self._save(step, state)
+        self.checkpoints.save(step, state, self._saved_with(step))
         self.checkpoints.wait()
         return step
 
-    def _save(self, step: int, state: State) -> None:
-        meta = {
+    def _saved_with(self, step: int) -> dict[str, Any]:
+        """What is written beside the state of a step."""
+        return {
             "step": step,
             "time": time.time(),
             "mesh": dict(self.mesh.shape),
@@ -297,7 +306,6 @@ class Trainer:
             "loader": self._loader_state(step),
             **self.program.facts(),
         }
-        self.checkpoints.save(step, state, meta)
 
     def restore(self, step: int | None = None) -> State:
         """The state saved at a step (None: the newest), placed on this trainer's mesh.
@@ -325,7 +333,7 @@ class Trainer:
         on_eval: Callable[[int, Mapping[str, Any]], None] | None = None,
         on_checkpoint: Callable[[int], None] | None = None,
     ) -> State:
-        """Trains up to step `steps`, resuming from the run directory's newest checkpoint.
+        """Trains up to step `steps`, resuming from the newest good state, whichever tier holds it.
 
         Args:
           loader: batches of this process's rows. A `grain.MapDataset` (or other Grain data set) of
@@ -345,13 +353,16 @@ class Trainer:
           InputError, ConfigError, OutOfDeviceMemory: as their messages say.
         """
         data = as_step_loader(loader)
+        self.program.check_steps(steps)
         self._set_steps(steps)
+        self._heartbeat = Heartbeat.from_environment()
+        self._heartbeat.at(0, "restoring")
         with self.directory.locked(), self._telling():
-            self.program = going_on(self.program, self.checkpoints, state)
-            state, meta, differences = first_state(
-                self.program, self.checkpoints, self.directory, self.config, state
-            )
-            step, resumed = int(state.step), int(state.step) > 0
+            tiers = open_tiers(self.config.checkpoint, self.checkpoints, self.directory.path)
+            start = begin(self.program, tiers, self.directory, self.config, state)
+            self.go_on_with(start.program)
+            state, meta = start.state, start.facts
+            step = int(state.step)
             owed = self._owes_evaluation(step, steps, bool(eval_loader))
             if step >= steps and not owed:
                 show(
@@ -360,22 +371,38 @@ class Trainer:
                 return state
             self.checkpoints.prepare()
             self.directory.check_space(self.checkpoints.directory, state_bytes(state))
+            note = make_room_in_memory(tiers, self.config.checkpoint.memory, state, step)
+            self.notes += [note] if note else []
             data.restore(meta.get("loader"), first_batch := int(state.data_step))
             self._loader_state = data.state
-            plan = self._plan(steps, stop_after, eval_loader, on_eval, on_checkpoint, data)
+            plan = self._plan(steps, stop_after, eval_loader, on_eval, data)
             plan.evaluate_first = owed
             with stop_on_signals() as stop, self._recording(step, steps, on_step) as recorder:
-                self.directory.begin(recorder.events, step, differences, unit=self._unit)
-                taken_over = [note] if (note := meta.get("residuals_note")) else []
-                recorder.event("resumed" if resumed else "started", step, **self._facts(), notes=taken_over)
-                for note in [*self.notes, *taken_over, *data.notes]:
-                    recorder.progress.message(note)
-                with loop.closing_iterator(data.iterate(first_batch)) as batches:
-                    batches = self._not_alike(batches, recorder)
-                    state = loop.run_loop(self.program, state, batches, plan, recorder, stop)
-                self.checkpoints.wait()
+                saving = Saving(
+                    self.config.checkpoint, tiers, self._saved_with, recorder, on_checkpoint, plan.faults
+                )
+                with saving:
+                    self._tell_of(start, data, recorder)
+                    with loop.closing_iterator(data.iterate(first_batch)) as batches:
+                        batches = warned_if_alike(
+                            batches, self.program.rows_are_alike, recorder.progress.message
+                        )
+                        state = loop.run_loop(self.program, state, batches, plan, recorder, saving, stop)
                 recorder.event("finished", int(state.step))
         return state
+
+    def _tell_of(self, start: Start, data: Any, recorder: Recorder) -> None:
+        """Writes how a call of `fit` begins: the config, an event, and what the user should know."""
+        step, meta = int(start.state.step), start.facts
+        self.directory.begin(recorder.events, step, start.differences, unit=self._unit)
+        for passed, tier, reason in start.passed_over:
+            recorder.event("checkpoint_skipped", passed, tier=tier, reason=reason)
+            recorder.progress.message(f"checkpoint of step {passed} ({tier}) passed over: {reason}")
+        notes = meta.get("notes", [])
+        kind = "resumed" if step else "started"
+        recorder.event(kind, step, **self._facts(), tier=start.tier, notes=notes)
+        for note in [*self.notes, *notes, *data.notes]:
+            recorder.progress.message(note)
 
     def _owes_evaluation(self, step: int, steps: int, has_sets: bool) -> bool:
         """Whether the evaluation that was due at this step is missing: the run was stopped before it."""
@@ -383,6 +410,11 @@ class Trainer:
         if not has_sets or step == 0 or (step % every and step < steps):
             return False
         return not self.directory.was_evaluated(step)
+
+    def go_on_with(self, program: Program) -> None:
+        """Another program takes over, and what is told of it."""
+        others = [note for note in self.notes if note not in self.program.notes]
+        self.program, self.notes = program, [*program.notes, *others]
 
     def _set_steps(self, steps: int) -> None:
         """Enters the number of steps that a script asks for into the run's settings."""
@@ -400,22 +432,13 @@ class Trainer:
             if self._by_script:
                 show(str(stopped))
             raise
+        finally:
+            # What a script does after `fit` is not for the supervisor to judge.
+            self._heartbeat.at(0, "finished")
         if self._by_script:
             show(
                 f"{self.directory.path}: config.yaml, metrics.jsonl, events.jsonl, report.html, checkpoints/"
             )
-
-    def _not_alike(self, batches: Iterator[Any], recorder: Recorder) -> Iterator[Any]:
-        """The batches; warns if every process brings the same rows where each should bring its own."""
-        first = next(batches, None)
-        if first is None:
-            return batches
-        if self.program.rows_are_alike(first):
-            recorder.progress.message(
-                "WARNING: all processes bring the same rows, so each counts several times; give every process "
-                "its own (trainer.rows tells which)"
-            )
-        return itertools.chain([first], batches)
 
     def _facts(self) -> dict[str, Any]:
         sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
@@ -427,7 +450,6 @@ class Trainer:
         stop_after: int | None,
         eval_loader: Any,
         on_eval: Any,
-        on_checkpoint: Any,
         data: Any,
     ) -> loop.Plan:
         sets = eval_loader if isinstance(eval_loader, Mapping) else {"heldout": eval_loader}
@@ -439,16 +461,13 @@ class Trainer:
         return loop.Plan(
             steps=steps,
             stop_after=stop_after,
-            save_every=self.config.checkpoint.disk.every,
             eval_every=self.config.eval.every or (steps if sets else 0),
             evaluate=evaluate if sets else None,
-            save=self._save,
-            check_saves=self.checkpoints.check,
             log_examples=data.log_examples,
             on_eval=on_eval,
-            on_checkpoint=on_checkpoint,
             trace=trace_window(self.config.observe.profile, self.directory.path),
-            on_program=lambda program: setattr(self, "program", program),
+            on_program=self.go_on_with,
+            faults=Faults.of(os.environ, jax.process_index()),
         )
 
     @contextmanager
@@ -464,34 +483,16 @@ class Trainer:
             steps=steps,
             first_step=step,
             give_up_after=self.config.stability.give_up_after,
-            last_good=self._last_good,
+            last_good=lambda: last_good(self.checkpoints),
             on_step=on_step,
             unit=self._unit,
+            heartbeat=self._heartbeat,
         )
         self._recorder = recorder
         try:
             with recorder:
                 yield recorder
-        except BaseException as error:
-            # The save under way still counts; its own error would hide the one that ended the run.  Where
-            # only this process failed, the others would not take part in finishing it.
-            together = jax.process_count() == 1 or isinstance(error, Diverged | Preempted)
-            if together and not self.checkpoints.failed:
-                with suppress(Exception):
-                    self.checkpoints.wait()
-            raise
         finally:
             self._recorder = None
             if jax.process_index() == 0:
                 write_report(self.directory.path)
-
-    def _last_good(self) -> str:
-        if not self.checkpoints.failed:
-            self.checkpoints.wait()
-        latest = self.checkpoints.latest_step()
-        place = self.checkpoints.directory
-        return (
-            f"the last good checkpoint is {place / str(latest)}"
-            if latest is not None
-            else "no checkpoint was saved"
-        )

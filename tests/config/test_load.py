@@ -107,11 +107,19 @@ def test_short_names_of_axes_merge_with_full_ones(write):
          "learning_rate: unknown key (got 3e-4); did you mean optimizer.learning_rate?"),
         ("optimizer.lr=1", "optimizer.lr: unknown key (got 1); did you mean optimizer.learning_rate?"),
         ("optimiser.kind=sgd", 'optimiser: unknown key (got {"kind": "sgd"}); did you mean optimizer?'),
-        ("checkpoint.every=3", "checkpoint.every: unknown key (got 3); did you mean checkpoint.disk.every?"),
+        ("checkpoint.every=3", "checkpoint.every: unknown key (got 3); did you mean checkpoint.memory.every or "
+         "checkpoint.disk.every?"),
         ("run.every=3",
-         "run.every: unknown key (got 3); did you mean eval.every or checkpoint.disk.every?"),
-        ("checkpoint.memory.every=1",
-         'checkpoint.memory: unknown key (got {"every": 1}); checkpoint takes disk'),
+         "run.every: unknown key (got 3); did you mean eval.every, checkpoint.memory.every or checkpoint.disk.every?"),
+        ("checkpoint.memory.minutes=1", "checkpoint.memory.minutes: unknown key (got 1); did you mean "
+         "checkpoint.remote.every_minutes?"),
+        ("checkpoint.xylophone.size=1",
+         'checkpoint.xylophone: unknown key (got {"size": 1}); checkpoint takes memory, disk, remote'),
+        ("checkpoint.remote.urls=bucket",
+         "checkpoint.remote.urls: takes a URL or a list of them (s3://bucket/path, gs://bucket/path, "
+         'file:///path), got "bucket"'),
+        ("checkpoint.disk.best_metric=loss",
+         'checkpoint.disk.best_metric: takes SET.METRIC (heldout.loss, say), got "loss"'),
         ('train.steps="ten"', 'train.steps: takes an integer >= 1, got "ten"'),
         ("train.steps=true", "train.steps: takes an integer >= 1, got true"),
         ("train.steps=1e3", "train.steps: takes an integer >= 1, got 1e3; write 1000"),

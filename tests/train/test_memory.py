@@ -30,7 +30,7 @@ def test_parameters_gradients_and_moments_fall_as_one_over_fsdp(shards: int) -> 
     # What was really made lies so too; the oracle's optimizer state holds the gradients as they came.
     state = cut.init(seed=0)
     batch = cut.place(batch_of("full", 0))
-    state, _ = cut.step(batch)(state, batch, cut.votes(False))
+    state, _ = cut.step(batch)(state, batch, cut.votes())
     for name, leaf in named_leaves((state.params, state.opt_state)).items():
         if leaf.ndim:
             assert leaf.addressable_shards[0].data.size * shards == leaf.size, name
@@ -59,7 +59,7 @@ def test_one_compile_and_no_donation_warning(recwarn: pytest.WarningsRecorder) -
     for step in range(3):
         batch = program.place(batch_of("full", step))
         before = jax.tree.leaves(state.params)
-        state, _ = program.step(batch)(state, batch, program.votes(False))
+        state, _ = program.step(batch)(state, batch, program.votes())
         assert all(leaf.is_deleted() for leaf in before), "the old state was copied, not donated"
     assert compiled == ["init", "step"]
     assert not [w for w in recwarn if "donat" in str(w.message).lower()]

@@ -1,0 +1,121 @@
+"""Faults on demand, to see for oneself that a run survives them: ``DSJAX_FAULT="kill@step=7,rank=1"``.
+
+Several are separated by ``;``.  Each is a kind, ``@``, and what it needs:
+
+* ``kill@step=N``: this process is killed (SIGKILL) before it starts step N;
+* ``hang@step=N``: it stops moving there;
+* ``slow@step=N,seconds=S,steps=K``: it waits S seconds before each of K steps (default 1) from step N on;
+* ``disk_full@step=N``: the first save to disk at or after step N finds no space left (``times=K``: the first K);
+* ``save_error@step=N``: that save fails with an input/output error.
+
+All take ``rank=R`` (default: every process) and ``attempt=A``, the number of restarts by `dsjax launch` after
+which it strikes (default 0: before any; ``attempt=any``: whenever).  A fault strikes a process once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dsjax.errors import ConfigError
+
+VARIABLE = "DSJAX_FAULT"
+_KINDS: dict[str, tuple[str, ...]] = {
+    "kill": ("step",),
+    "hang": ("step",),
+    "slow": ("step", "seconds", "steps"),
+    "disk_full": ("step", "times"),
+    "save_error": ("step", "times"),
+}
+_ALWAYS = ("rank", "attempt")
+_NUMBERS = {"disk_full": errno.ENOSPC, "save_error": errno.EIO}
+
+
+@dataclass
+class Fault:
+    """One fault; `left`: how often it may still strike."""
+
+    kind: str
+    step: int
+    rank: int | None = None
+    attempt: int | None = 0
+    seconds: float = 1.0
+    left: int = 1
+    text: str = ""
+
+
+@dataclass
+class Faults:
+    """The faults of this process."""
+
+    faults: list[Fault] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], rank: int) -> Faults:
+        """Those that the environment asks for and that concern this process.
+
+        Raises:
+          ConfigError: a kind or key that there is not, or a value that is no number.
+        """
+        attempt = int(environ.get("DSJAX_ATTEMPT", "0") or 0)
+        asked = [_parsed(text.strip()) for text in environ.get(VARIABLE, "").split(";") if text.strip()]
+        mine = [f for f in asked if f.rank in (None, rank) and f.attempt in (None, attempt)]
+        return cls(mine)
+
+    def before_step(self, step: int) -> None:
+        """Kills, hangs or delays this process where that is asked for."""
+        for fault in self.faults:
+            if fault.kind == "slow" and fault.step <= step and fault.left:
+                self._strikes(fault)
+                time.sleep(fault.seconds)
+            elif fault.kind in ("kill", "hang") and fault.step == step and fault.left:
+                self._strikes(fault)
+                if fault.kind == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                while True:
+                    time.sleep(3600)
+
+    def before_save(self, step: int) -> None:
+        """Raises the error that a save to disk shall meet.
+
+        Raises:
+          OSError: as the file system would.
+        """
+        for fault in self.faults:
+            if fault.kind in _NUMBERS and fault.step <= step and fault.left:
+                self._strikes(fault)
+                number = _NUMBERS[fault.kind]
+                raise OSError(number, os.strerror(number))
+
+    def _strikes(self, fault: Fault) -> None:
+        fault.left -= 1
+        print(f"dsjax: {VARIABLE}: {fault.text}", file=sys.stderr, flush=True)
+
+
+def _parsed(text: str) -> Fault:
+    kind, _, rest = text.partition("@")
+    if kind not in _KINDS:
+        raise ConfigError(f"{VARIABLE}: {text!r} is of no known kind; there are {', '.join(_KINDS)}")
+    takes = (*_KINDS[kind], *_ALWAYS)
+    given = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
+    wrong = [key for key in given if key not in takes]
+    if wrong or "step" not in given:
+        need = f"knows no {wrong[0]}" if wrong else "needs step=N"
+        raise ConfigError(f"{VARIABLE}: {text!r} {need}; {kind} takes {', '.join(takes)}")
+    try:
+        return Fault(
+            kind,
+            step=int(given["step"]),
+            rank=int(given["rank"]) if "rank" in given else None,
+            attempt=None if given.get("attempt") == "any" else int(given.get("attempt", 0)),
+            seconds=float(given.get("seconds", 1.0)),
+            left=int(given.get("times", given.get("steps", 1))),
+            text=text,
+        )
+    except ValueError:
+        raise ConfigError(f"{VARIABLE}: {text!r}: takes numbers, as in kill@step=7,rank=1") from None

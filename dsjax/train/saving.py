@@ -1,0 +1,282 @@
+"""When a run's state is saved, into which tier, and what happens when that fails."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from dsjax.checkpoint import DiskCheckpoints, MemorySnapshots
+from dsjax.config.checkpoint import CheckpointConfig, MemoryConfig
+from dsjax.errors import ConfigError, Diverged, DsjaxError, Preempted
+from dsjax.faults import Faults
+from dsjax.train.recorder import Recorder
+from dsjax.train.state import State
+from dsjax.train.votes import SAVE
+
+if TYPE_CHECKING:
+    from dsjax.checkpoint.remote import RemoteCheckpoints
+
+# Steps between snapshots where a supervisor is there to make use of them and nothing else is asked for.
+SUPERVISED_EVERY = 10
+_COMMIT_SECONDS = 60.0
+
+
+def snapshot_every(memory: MemoryConfig) -> int:
+    """Steps between snapshots in memory; 0: none are made."""
+    if memory.every is not None:
+        return memory.every
+    return SUPERVISED_EVERY if os.environ.get("DSJAX_SUPERVISED") else 0
+
+
+@dataclass
+class Tiers:
+    """Where the states of a run are kept; None: not there."""
+
+    disk: DiskCheckpoints
+    memory: MemorySnapshots | None = None
+    remote: RemoteCheckpoints | None = None
+
+
+def open_tiers(config: CheckpointConfig, disk: DiskCheckpoints, run_directory: Path) -> Tiers:
+    """The tiers that a run's settings name.
+
+    Raises:
+      ConfigError: a store's URL that cannot be used, or the extra for it is missing.
+    """
+    every = snapshot_every(config.memory)
+    memory = MemorySnapshots(config.memory, run_directory, every) if every else None
+    if not config.remote.urls:
+        return Tiers(disk, memory)
+    from dsjax.checkpoint.remote import RemoteCheckpoints
+
+    return Tiers(disk, memory, RemoteCheckpoints(config.remote))
+
+
+def make_room_in_memory(tiers: Tiers, config: MemoryConfig, state: State, step: int) -> str | None:
+    """Takes the memory for snapshots of a run that goes on from a step; a note where there is too little.
+
+    Raises:
+      ConfigError: there is too little, and snapshots were asked for.
+    """
+    if tiers.memory is None:
+        return None
+    try:
+        tiers.memory.prepare(state, step)
+    except ConfigError as error:
+        if config.every is not None:
+            raise
+        tiers.memory = None
+        return (
+            f"no snapshots in memory: {error.faults[0]} (checkpoint.memory.every=0 says that none are wanted)"
+        )
+    return None
+
+
+def last_good(disk: DiskCheckpoints) -> str:
+    """The newest checkpoint on disk, in words."""
+    if not disk.failed:
+        disk.wait()
+    latest = disk.latest_step()
+    if latest is None:
+        return "no checkpoint was saved"
+    return f"the last good checkpoint is {disk.directory / str(latest)}"
+
+
+@dataclass
+class Saving:
+    """The saves of one call of `fit`.
+
+    Attributes:
+      facts: what is written beside the state of a step.
+      on_checkpoint: the user's callback, with the step of a checkpoint that has begun to be saved.
+    """
+
+    config: CheckpointConfig
+    tiers: Tiers
+    facts: Callable[[int], Mapping[str, Any]]
+    recorder: Recorder
+    on_checkpoint: Callable[[int], None] | None = None
+    faults: Faults = field(default_factory=Faults)
+    _evaluated: tuple[int, Mapping[str, Any]] = (-1, {})
+    _saved_at: int = -1
+    _failures: int = 0
+    _owed: bool = False
+    _uncommitted: int | None = None
+    _trouble: str | None = None
+
+    def __post_init__(self) -> None:
+        self._saved_time = self._copied_time = time.monotonic()
+        self._notices: collections.deque[tuple[str, dict[str, Any]]] = collections.deque()
+        self.tiers.disk.before_save = self.faults.before_save
+        if self.tiers.remote is not None:
+            self.tiers.disk.held = self.tiers.remote.busy
+            self.tiers.remote.on_event = lambda kind, **told: self._notices.append((kind, told))
+
+    # ---- what the loop calls -------------------------------------------------------------------
+
+    def started_at(self, step: int) -> None:
+        """The state of this step is kept already; 0: of none."""
+        self._saved_at = step if step else -1
+
+    def evaluated(self, step: int, results: Mapping[str, Any]) -> None:
+        """What was found of the state of a step, by which the best are kept."""
+        self._evaluated = step, results
+
+    def laid_out_anew(self, step: int, state: State) -> None:
+        """The state has other shapes or places from now on."""
+        if self.tiers.memory is not None:
+            self.tiers.memory.prepare(state, step)
+
+    def votes(self) -> int:
+        """What this process asks of all of them: process 0's clock tells when minutes have passed."""
+        minutes = self.config.disk.every_minutes
+        due = minutes is not None and time.monotonic() - self._saved_time >= 60 * minutes
+        return SAVE if due and jax.process_index() == 0 else 0
+
+    def step_done(self, step: int, state: State) -> None:
+        """Saves where that is due; tells of saves that failed, and makes up for them.
+
+        Raises:
+          InputError, InternalError: a save failed as often as it may.
+        """
+        self.check(step)
+        memory = self.tiers.memory
+        if memory is not None and memory.due(step):
+            # Lines of steps that a resume does not repeat must be written before it can go on from here.
+            self.recorder.drain()
+            self.recorder.beat(step, "saving")
+            if not self.recorder.skipped_in_a_row:
+                memory.save(step, state, self.facts(step))
+        every = self.config.disk.every
+        if self._owed or self.recorder.asked & SAVE or (every and step % every == 0):
+            self._save(step, state)
+
+    def check(self, step: int) -> None:
+        """Meets what background work has come to."""
+        try:
+            self.tiers.disk.check()
+        except DsjaxError as error:
+            self._failed(step, error)
+        if self.tiers.memory is not None:
+            self.tiers.memory.check()
+            self._tell_trouble(step, self.tiers.memory.trouble)
+        self._copy()
+        while self._notices:
+            kind, told = self._notices.popleft()
+            self.recorder.event(kind, step, **told)
+            self.recorder.progress.message(
+                f"{kind.replace('_', ' ')}: {told.get('reason') or told.get('url')}"
+            )
+
+    def _tell_trouble(self, step: int, trouble: str | None) -> None:
+        """A snapshot that did not reach the other host is told once, not at every snapshot."""
+        if trouble and not self._trouble:
+            self.recorder.event("buddy_unreached", step, reason=trouble)
+            self.recorder.progress.message(f"step {step}: snapshots stay on their own host: {trouble}")
+        self._trouble = trouble
+
+    def last(self, step: int, state: State) -> None:
+        """Saves the state that the loop ends with, and waits until it is on disk."""
+        while self._saved_at != step or self._owed:
+            self._save(step, state, last=True)
+            if not self._owed:
+                try:
+                    self.tiers.disk.wait()
+                except DsjaxError as error:
+                    self._failed(step, error)
+        self.tiers.disk.wait()
+
+    # ---- how a call ends -----------------------------------------------------------------------
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Finishes what is under way; after an error of the run, errors of that are not told."""
+        if error is None or isinstance(error, Preempted):
+            self._finish()
+            return
+        with contextlib.suppress(Exception):
+            # Where only this process failed, the others would not take part in finishing a save.
+            together = jax.process_count() == 1 or isinstance(error, Diverged)
+            if together and not self.tiers.disk.failed:
+                self.tiers.disk.wait()
+        with contextlib.suppress(Exception):
+            self._close()
+
+    def _finish(self) -> None:
+        """All is on disk: the last copy is sent, and memory given back."""
+        self.tiers.disk.wait()
+        # Process 0 commits: until it has, what is in memory is all there is.
+        until = time.monotonic() + _COMMIT_SECONDS
+        while self._saved_at >= 0 and not self.tiers.disk.has(self._saved_at) and time.monotonic() < until:
+            time.sleep(0.05)
+        self._copy(last=True)
+        if self.tiers.memory is not None:
+            self.tiers.memory.clear()
+        self._close()
+
+    def _close(self) -> None:
+        for tier in (self.tiers.memory, self.tiers.remote):
+            if tier is not None:
+                tier.close()
+
+    # ---- within --------------------------------------------------------------------------------
+
+    def _save(self, step: int, state: State, *, last: bool = False) -> None:
+        recorder = self.recorder
+        recorder.drain()
+        if recorder.skipped_in_a_row and not last:
+            # The parameters may be ruined already: the checkpoints from before are worth more than their place.
+            recorder.progress.message(f"step {step}: not saved, as the last step was skipped")
+            return
+        recorder.beat(step, "saving")
+        if not self._owed:
+            self._failures = 0
+        self._owed = False
+        recorder.asked &= ~SAVE
+        self._saved_at, self._saved_time = step, time.monotonic()
+        evaluated, results = self._evaluated
+        try:
+            self.tiers.disk.save(step, state, self.facts(step), results if evaluated == step else {})
+        except DsjaxError as error:
+            self._failed(step, error)
+            return
+        self._uncommitted = step
+        recorder.event("checkpoint_saved", step)
+        if self.on_checkpoint is not None:
+            self.on_checkpoint(step)
+        recorder.start_clock()
+
+    def _failed(self, step: int, error: DsjaxError) -> None:
+        self._failures += 1
+        retries = self.config.disk.retries
+        # Processes that wait for each other in a save cannot begin another one.
+        if self._failures > retries or jax.process_count() > 1:
+            raise error
+        self._owed, self._uncommitted = True, None
+        self.tiers.disk.recover()
+        reason = error.faults[0]
+        self.recorder.event("save_failed", step, reason=reason, failures=self._failures)
+        self.recorder.progress.message(
+            f"step {step}: saving failed: {reason}; trying again at the next step ({self._failures} of {retries})"
+        )
+
+    def _copy(self, *, last: bool = False) -> None:
+        """Has the newest checkpoint on disk copied, once it is committed and a copy is due."""
+        remote, step = self.tiers.remote, self._uncommitted
+        if remote is None or step is None or not self.tiers.disk.has(step):
+            return
+        due = time.monotonic() - self._copied_time >= 60 * self.config.remote.every_minutes
+        if jax.process_index() == 0 and (due or last):
+            remote.copy(step, self.tiers.disk.directory / str(step))
+            self._copied_time = time.monotonic()
+        self._uncommitted = None

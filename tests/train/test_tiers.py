@@ -1,0 +1,258 @@
+"""Saves that fail, fall due by the clock, or are damaged; snapshots in memory; which state a run goes on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import dsjax
+from dsjax.checkpoint import listing
+from dsjax.checkpoint.snapshots import snapshot_directory
+from dsjax.checkpoint.snapshots.file import read_index
+from dsjax.config.checkpoint import MemoryConfig
+from dsjax.errors import ConfigError, InputError, Preempted
+from dsjax.faults import VARIABLE, Faults
+
+STEPS = 9
+MESHES = ({"data": 2, "fsdp": 4}, {"fsdp": 8})
+
+
+class Net(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.inner, self.outer = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 1, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.outer(self.drop(jnp.tanh(self.inner(x))))[:, 0]
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return jnp.sum((model(batch["x"]) - batch["y"]) ** 2), jnp.sum(jnp.ones_like(batch["y"]))
+
+
+def example(index: int) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(int(index)).standard_normal(8).astype(np.float32)
+    return {"x": x, "y": x[0] - 2 * x[1]}
+
+
+def loader() -> grain.MapDataset:
+    return grain.MapDataset.range(40).shuffle(seed=1).map(example).repeat().batch(8, drop_remainder=True)
+
+
+def fit(directory: Path, checkpoint: Any, mesh: Any = MESHES[0], **more: Any) -> dsjax.Trainer:
+    trainer = dsjax.Trainer(
+        lambda rngs: Net(rngs=rngs), loss, optax.adamw(1e-2, eps=1e-4), mesh=mesh, run={"dir": str(directory)},
+        checkpoint=checkpoint, observe={"log_every": 1, "progress": "none"}, eval={"every": 3},
+    )  # fmt: skip
+    trainer.fit(loader(), steps=STEPS, eval_loader=[next(iter(loader()))], **more)
+    return trainer
+
+
+def lines(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def losses(directory: Path) -> list[float]:
+    records = [line for line in lines(directory) if "loss" in line]
+    assert [line["step"] for line in records] == list(range(1, STEPS + 1))
+    return [line["loss"] for line in records]
+
+
+def kinds(directory: Path, *of: str) -> list[tuple[str, int]]:
+    return [(e["kind"], e["step"]) for e in lines(directory, "events.jsonl") if e["kind"] in of]
+
+
+def saved(directory: Path) -> list[int]:
+    return [one.step for one in listing(directory / "checkpoints")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    fit(directory, {"disk": {"every": 0}})
+    return losses(directory)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    yield {"every": 2, "path": str(tmp_path / "memory")}
+
+
+def stopped_in_memory(directory: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, at: int = 7) -> Path:
+    """A run that is lost before step `at`, with snapshots in memory; the directory that holds them."""
+
+    class Lost(BaseException):
+        pass
+
+    def lost(faults: Faults, step: int) -> None:
+        if step == at:
+            raise Lost
+
+    with monkeypatch.context() as patched, pytest.raises(Lost):
+        patched.setattr(Faults, "before_step", lost)
+        fit(directory, {"memory": memory, "disk": {"every": 3}})
+    return snapshot_directory(MemoryConfig(**memory), directory)
+
+
+@pytest.mark.parametrize("kind", ["save_error", "disk_full"])
+def test_a_save_that_fails_is_made_up_for(
+    kind: str, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"{kind}@step=4,times=2")
+    fit(tmp_path, {"disk": {"every": 4}})
+    told = kinds(tmp_path, "save_failed", "checkpoint_saved")
+    assert told == [("save_failed", 4), ("save_failed", 5), *[("checkpoint_saved", n) for n in (6, 8, 9)]]
+    assert losses(tmp_path) == undisturbed
+
+
+def test_a_save_that_goes_on_failing_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "disk_full@step=4,times=9")
+    with pytest.raises(InputError, match="the disk is full"):
+        fit(tmp_path, {"disk": {"every": 2, "retries": 1}})
+    assert kinds(tmp_path, "save_failed") == [("save_failed", 4)]
+    assert saved(tmp_path) == [2]
+
+
+def test_the_last_save_is_tried_again_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "save_error@step=9")
+    fit(tmp_path, {"disk": {"every": 0}})
+    assert kinds(tmp_path, "save_failed", "finished") == [("save_failed", 9), ("finished", 9)]
+    assert saved(tmp_path) == [9]
+
+
+def test_saves_fall_due_by_the_clock(tmp_path: Path) -> None:
+    fit(tmp_path, {"disk": {"every": 0, "every_minutes": 1e-9, "keep": 9}})
+    # Each is asked for in a step and granted when that step's metrics have come.
+    assert saved(tmp_path) == [3, 6, 9]
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    fit(tmp_path, {"disk": {"every": 3, "keep": 1, "keep_best": 1}})
+    evaluated = {line["step"]: line["eval"]["heldout"]["loss"] for line in lines(tmp_path) if "eval" in line}
+    assert set(evaluated) == {3, 6, 9}
+    assert saved(tmp_path) == sorted({9, min((3, 6), key=lambda step: evaluated[step])})
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_run_goes_on_from_memory(
+    mesh: Any, memory: Any, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = stopped_in_memory(tmp_path / "run", memory, monkeypatch, at=8)
+    fit(tmp_path / "run", {"memory": memory, "disk": {"every": 3}}, mesh)
+    resumed = [e for e in lines(tmp_path / "run", "events.jsonl") if e["kind"] == "resumed"]
+    assert [(e["step"], e["tier"]) for e in resumed] == [(6, "memory")]
+    assert np.allclose(losses(tmp_path / "run"), undisturbed, rtol=1e-6)
+    if mesh == MESHES[0]:
+        assert losses(tmp_path / "run") == undisturbed
+    assert not list(place.glob("*.snapshot"))  # a run that is done gives the memory back
+
+
+def test_what_is_damaged_is_passed_over(
+    memory: Any, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = stopped_in_memory(tmp_path / "run", memory, monkeypatch)
+    for path in place.glob("*.snapshot"):  # all snapshots: the checkpoint of step 6 on disk is left
+        index = read_index(path)
+        for record in index.records if index else ():
+            with path.open("r+b") as file:
+                file.seek(record.offset)
+                file.write(b"\xff" * record.nbytes)
+    fit(tmp_path / "run", {"memory": memory, "disk": {"every": 3}})
+    events = lines(tmp_path / "run", "events.jsonl")
+    skipped = [(e["step"], e["tier"]) for e in events if e["kind"] == "checkpoint_skipped"]
+    resumed = [(e["step"], e["tier"]) for e in events if e["kind"] == "resumed"]
+    assert skipped == [(6, "memory")] and resumed == [(6, "disk")]
+    assert losses(tmp_path / "run") == undisturbed
+
+
+def test_a_damaged_checkpoint_on_disk_is_passed_over(undisturbed: list[float], tmp_path: Path) -> None:
+    with pytest.raises(Preempted):
+        fit(tmp_path, {"disk": {"every": 3}}, stop_after=7)
+    assert saved(tmp_path) == [3, 6, 7]
+    for path in (tmp_path / "checkpoints" / "7" / "state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 1000:
+            path.write_bytes(path.read_bytes()[:-500] + b"\0" * 500)
+    fit(tmp_path, {"disk": {"every": 3}})
+    told = kinds(tmp_path, "checkpoint_skipped", "resumed")
+    assert told == [("checkpoint_skipped", 7), ("resumed", 6)]
+    assert losses(tmp_path) == undisturbed
+
+
+def test_memory_counts_for_resume_never_and_must(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match="must"):
+        start(tmp_path / "none", memory, "must")
+    stopped_in_memory(tmp_path / "run", memory, monkeypatch, at=3)
+    with pytest.raises(InputError, match="never"):
+        start(tmp_path / "run", memory, "never")
+    start(tmp_path / "run", memory, "must")
+
+
+def start(directory: Path, memory: Any, resume: str) -> None:
+    trainer = dsjax.Trainer(
+        lambda rngs: Net(rngs=rngs), loss, optax.adamw(1e-2, eps=1e-4), mesh=MESHES[0],
+        run={"dir": str(directory), "resume": resume}, observe={"log_every": 1, "progress": "none"},
+        checkpoint={"memory": memory, "disk": {"every": 3}}, eval={"every": 3},
+    )  # fmt: skip
+    trainer.fit(loader(), steps=STEPS, eval_loader=[next(iter(loader()))])
+
+
+SCRIPT = """
+import sys; sys.path[:0] = [{tests!r}]
+from pathlib import Path
+from test_tiers import fit
+fit(Path(sys.argv[1]), {{"memory": {{"every": 1, "path": sys.argv[2]}}, "disk": {{"every": 4}}}})
+"""
+
+
+def test_a_killed_process_loses_no_line(undisturbed: list[float], tmp_path: Path) -> None:
+    script = SCRIPT.format(tests=str(Path(__file__).parent))
+    command = [sys.executable, "-c", script, str(tmp_path / "run"), str(tmp_path / "memory")]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", VARIABLE: "kill@step=7"}
+    killed = subprocess.run(command, env=environment, check=False, capture_output=True)
+    assert killed.returncode == -9
+    again = subprocess.run(command, env={**environment, VARIABLE: ""}, check=False, capture_output=True)
+    assert again.returncode == 0, again.stderr.decode()
+    assert losses(tmp_path / "run") == undisturbed
+    # The snapshot of step 6 may not have been finished yet.
+    assert kinds(tmp_path / "run", "resumed") in ([("resumed", 5)], [("resumed", 6)])
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            "fire@step=1",
+            "'fire@step=1' is of no known kind; there are kill, hang, slow, disk_full, save_error",
+        ),
+        ("kill@rank=1", "'kill@rank=1' needs step=N; kill takes step, rank, attempt"),
+        ("kill@step=1,loud=2", "'kill@step=1,loud=2' knows no loud; kill takes step, rank, attempt"),
+        ("slow@step=x", "'slow@step=x': takes numbers, as in kill@step=7,rank=1"),
+    ],
+)
+def test_a_fault_that_is_not_understood_is_refused(text: str, fault: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Faults.of({VARIABLE: text}, 0)
+    assert refused.value.faults == [f"{VARIABLE}: {fault}"]
+
+
+def test_faults_concern_a_rank_and_an_attempt() -> None:
+    text = "kill@step=1,rank=1;slow@step=1,seconds=0;hang@step=1,attempt=1;save_error@step=2,attempt=any"
+    mine = {rank: [f.kind for f in Faults.of({VARIABLE: text}, rank).faults] for rank in (0, 1)}
+    assert mine == {0: ["slow", "save_error"], 1: ["kill", "slow", "save_error"]}
+    later = Faults.of({VARIABLE: text, "DSJAX_ATTEMPT": "1"}, 0)
+    assert [f.kind for f in later.faults] == ["hang", "save_error"]
