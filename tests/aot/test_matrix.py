@@ -56,12 +56,13 @@ def compiled_step(case: dict[str, Any], target: aot.Target) -> tuple[aot.Inspect
 
 
 def everywhere() -> list[Any]:
-    """Every case on both clusters; of pipelines, which take longest to compile, a part in the quick run."""
+    """Every case on both clusters, in the quick run on one; of pipelines, which take longest to compile, a part."""
     clusters, cases = ("8xH100", "2x8xH100"), []
     for number, case in enumerate(pairwise()):
         alone = case["pipeline"][0] == 1
-        for cluster in clusters if alone else clusters[number % 2 :][:1]:
-            marks = () if alone or number % 4 == 0 else pytest.mark.slow
+        for place, cluster in enumerate(clusters):
+            quick = place == number % 2 and (alone or number % 4 == 0)
+            marks = () if quick else pytest.mark.slow
             cases.append(pytest.param(case, cluster, id=f"{cluster}-{label(case)}", marks=marks))
     return cases
 
