@@ -84,7 +84,7 @@ def all_compiled(gpu_compiler):
 def test_the_winner_is_the_best_of_all_that_were_compiled(all_compiled, monkeypatch, tmp_path, share):
     """Brute force with the real compiler, for memories from one that fits the smallest only to one that fits all."""
     config, every = all_compiled
-    monkeypatch.setattr("dsjax.plan.search._REMATS", ("none", "full"))
+    monkeypatch.setattr("dsjax.plan.layouts.REMATS", ("none", "full"))
     least, most = (pick(total for *_, total in every) for pick in (min, max))
     room = int((least + share * (most - least)) * 1.001 / 0.75)
     (tmp_path / "chips.yaml").write_text(f"small:\n  extends: H100\n  memory: {{bytes: {room}}}\n")
