@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -10,6 +11,8 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+import filelock
 
 from dsjax.launch.follower import Follower
 from dsjax.launch.lines import is_local
@@ -24,6 +27,7 @@ from dsjax.launch.supervisor import Supervisor
 WATCH_STDIN = "DSJAX_LAUNCH_STDIN"
 # Heartbeats are files that live in memory, where writing them never waits for a disk.
 _SHARED_MEMORY = Path("/dev/shm")
+_PREFIX, _LOCK = "dsjax-launch-", ".lock"
 
 
 def launch(options: Options, command: Sequence[str]) -> int:
@@ -54,7 +58,7 @@ def launch(options: Options, command: Sequence[str]) -> int:
     several = options.max_nodes > 1
     output = Output(f"-node-{options.node_rank}" if several else "")
     shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix=f"dsjax-launch-{os.getpid()}-", dir=shared))
+    directory, lock = _own_directory(shared)
     name = options.name or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
         node = Node(options, arguments, output, directory, _address(options))
@@ -67,6 +71,25 @@ def launch(options: Options, command: Sequence[str]) -> int:
                 node.end()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        lock.release()
+
+
+def _own_directory(shared: Path | None) -> tuple[Path, filelock.FileLock]:
+    """A new directory for heartbeats, and the lock that says that its supervisor lives.
+
+    Those of supervisors that were killed are removed: a lock ends with its process, in whatever container.
+    """
+    root = shared or Path(tempfile.gettempdir())
+    for left in root.glob(f"{_PREFIX}*"):
+        old = filelock.FileLock(left / _LOCK)
+        with contextlib.suppress(OSError, filelock.Timeout):
+            if (left / _LOCK).exists() and left.stat().st_uid == os.getuid():
+                with old.acquire(blocking=False):
+                    shutil.rmtree(left, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=shared))
+    lock = filelock.FileLock(directory / _LOCK)
+    lock.acquire(blocking=False)
+    return directory, lock
 
 
 def _stop_with_stdin() -> None:

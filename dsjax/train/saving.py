@@ -43,6 +43,16 @@ class Tiers:
     disk: DiskCheckpoints
     memory: MemorySnapshots | None = None
     remote: RemoteCheckpoints | None = None
+    _closed: bool = False
+
+    def close(self) -> None:
+        """Ends the threads behind snapshots and copies; closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for tier in (self.memory, self.remote):
+            if tier is not None:
+                tier.close()
 
 
 def open_tiers(config: CheckpointConfig, disk: DiskCheckpoints, run_directory: Path) -> Tiers:
@@ -210,7 +220,7 @@ class Saving:
             if together and not self.tiers.disk.failed:
                 self.tiers.disk.wait()
         with contextlib.suppress(Exception):
-            self._close()
+            self.tiers.close()
 
     def _finish(self) -> None:
         """All is on disk: the last copy is sent, and memory given back."""
@@ -222,12 +232,7 @@ class Saving:
         self._copy(last=True)
         if self.tiers.memory is not None:
             self.tiers.memory.clear()
-        self._close()
-
-    def _close(self) -> None:
-        for tier in (self.tiers.memory, self.tiers.remote):
-            if tier is not None:
-                tier.close()
+        self.tiers.close()
 
     # ---- within --------------------------------------------------------------------------------
 

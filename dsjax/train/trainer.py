@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -357,8 +357,9 @@ class Trainer:
         self._set_steps(steps)
         self._heartbeat = Heartbeat.from_environment()
         self._heartbeat.at(0, "restoring")
-        with self.directory.locked(), self._telling():
+        with self.directory.locked(), self._telling(), ExitStack() as opened:
             tiers = open_tiers(self.config.checkpoint, self.checkpoints, self.directory.path)
+            opened.callback(tiers.close)
             start = begin(self.program, tiers, self.directory, self.config, state)
             self.go_on_with(start.program)
             state, meta = start.state, start.facts

@@ -221,6 +221,24 @@ def test_a_beat_is_cheap(tmp_path):
     assert (time.process_time() - began) / 10_000 < 50e-6
 
 
+def test_what_a_killed_supervisor_left_is_swept_and_a_living_ones_is_not(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    alive = job(tmp_path / "a", "go(1)\nwhile not os.path.exists('end'): time.sleep(0.02)", workers=1)
+    killed = job(tmp_path / "b", "go(1)\ntime.sleep(60)", workers=1)
+
+    def left(process):
+        return list(Path("/dev/shm").glob(f"dsjax-launch-{process.pid}-*"))
+
+    wait_for(lambda: left(alive) and left(killed) and (tmp_path / "a" / "at-0").exists(), 20)
+    killed.kill()
+    killed.wait(10)
+    assert finish(job(tmp_path / "b", "go(1)", workers=1))[0] == 0
+    assert not left(killed) and left(alive)
+    (tmp_path / "a" / "end").touch()
+    assert finish(alive)[0] == 0
+
+
 def test_nothing_is_left_in_shared_memory(tmp_path):
     process = job(tmp_path, "go(1)", workers=1)
     assert finish(process)[0] == 0

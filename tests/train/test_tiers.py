@@ -157,7 +157,7 @@ def test_a_run_goes_on_from_memory(
     assert np.allclose(losses(tmp_path / "run"), undisturbed, rtol=1e-6)
     if mesh == MESHES[0]:
         assert losses(tmp_path / "run") == undisturbed
-    assert not list(place.glob("*.snapshot"))  # a run that is done gives the memory back
+    assert not place.exists()  # a run that is done gives the memory back
 
 
 def test_what_is_damaged_is_passed_over(
@@ -196,6 +196,7 @@ def test_memory_counts_for_resume_never_and_must(
 ) -> None:
     with pytest.raises(InputError, match="must"):
         start(tmp_path / "none", memory, "must")
+    assert not list(Path(memory["path"]).iterdir())  # a run that did not start leaves nothing in memory
     stopped_in_memory(tmp_path / "run", memory, monkeypatch, at=3)
     with pytest.raises(InputError, match="never"):
         start(tmp_path / "run", memory, "never")
