@@ -242,7 +242,12 @@ class DiskCheckpoints:
             raise InputError(
                 f"checkpoint {self.directory / str(step)} does not exist; steps stored there: {known}"
             )
-        return read_meta(self.directory / str(step))
+        facts = read_meta(self.directory / str(step))
+        if facts.get("step", step) != step:
+            raise Damaged(
+                f"checkpoint {self.directory / str(step)} holds step {facts['step']}: its directory was renamed"
+            )
+        return facts
 
     def restore_part(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """Some top-level parts of a saved state (their names are `like`'s keys), placed as in `like`.

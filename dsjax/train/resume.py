@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -142,6 +143,7 @@ def begin(
         except Damaged as error:
             whole, reason = False, error.faults[0]
         if everywhere(whole):
+            _put_aside(tiers.disk, passed_over)
             return Start(going_on, state, facts, differences, tier, passed_over)
         passed_over.append((step, tier, reason or "another process found it damaged"))
     if passed_over:
@@ -149,6 +151,14 @@ def begin(
     if resume == "must":
         raise InputError(f"run.resume is must but {where} holds no checkpoint; set run.resume to auto")
     return Start(program, _fresh_state(program, config))
+
+
+def _put_aside(disk: DiskCheckpoints, passed_over: list[tuple[int, str, str]]) -> None:
+    """Damaged checkpoints get another name: as the newest they would have better ones removed."""
+    for step, tier, _ in passed_over if jax.process_index() == 0 else ():
+        if tier == "disk":
+            with contextlib.suppress(OSError):
+                (disk.directory / str(step)).rename(disk.directory / f"{step}.damaged")
 
 
 def _refuse_if_never(latest: int | None, resume: str, where: Path) -> None:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from dsjax.checkpoint import DiskCheckpoints, MemorySnapshots
+from dsjax.checkpoint.snapshots import snapshot_directory
 from dsjax.config.checkpoint import CheckpointConfig, MemoryConfig
 from dsjax.errors import ConfigError, Diverged, DsjaxError, Preempted
 from dsjax.faults import Faults
+from dsjax.train.agreement import everywhere
 from dsjax.train.recorder import Recorder
 from dsjax.train.state import State
 from dsjax.train.votes import SAVE
@@ -62,7 +64,10 @@ def open_tiers(config: CheckpointConfig, disk: DiskCheckpoints, run_directory: P
       ConfigError: a store's URL that cannot be used, or the extra for it is missing.
     """
     every = snapshot_every(config.memory)
-    memory = MemorySnapshots(config.memory, run_directory, every) if every else None
+    # Snapshots of an earlier start count, and must not outlive this one's steps, whether or not it makes any.
+    left = snapshot_directory(config.memory, run_directory).is_dir()
+    wanted = bool(every) or not everywhere(not left)
+    memory = MemorySnapshots(config.memory, run_directory, every) if wanted else None
     if not config.remote.urls:
         return Tiers(disk, memory)
     from dsjax.checkpoint.remote import RemoteCheckpoints
@@ -77,6 +82,9 @@ def make_room_in_memory(tiers: Tiers, config: MemoryConfig, state: State, step: 
       ConfigError: there is too little, and snapshots were asked for.
     """
     if tiers.memory is None:
+        return None
+    if not tiers.memory.every:
+        tiers.memory.forget_after(step)
         return None
     try:
         tiers.memory.prepare(state, step)
@@ -133,8 +141,8 @@ class Saving:
     # ---- what the loop calls -------------------------------------------------------------------
 
     def started_at(self, step: int) -> None:
-        """The state of this step is kept already; 0: of none."""
-        self._saved_at = step if step else -1
+        """The run goes on from the state of this step, which the disk may hold already; 0: from a new one."""
+        self._saved_at = step if step and self.tiers.disk.has(step) else -1
 
     def evaluated(self, step: int, results: Mapping[str, Any]) -> None:
         """What was found of the state of a step, by which the best are kept."""
@@ -142,7 +150,7 @@ class Saving:
 
     def laid_out_anew(self, step: int, state: State) -> None:
         """The state has other shapes or places from now on."""
-        if self.tiers.memory is not None:
+        if self.tiers.memory is not None and self.tiers.memory.every:
             self.tiers.memory.prepare(state, step)
 
     def votes(self) -> int:
@@ -181,7 +189,7 @@ class Saving:
         self._copy()
         while self._notices:
             kind, told = self._notices.popleft()
-            self.recorder.event(kind, step, **told)
+            self.recorder.event(kind, told.pop("step", step), **told)
             self.recorder.progress.message(
                 f"{kind.replace('_', ' ')}: {told.get('reason') or told.get('url')}"
             )

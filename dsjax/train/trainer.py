@@ -365,7 +365,7 @@ class Trainer:
             state, meta = start.state, start.facts
             step = int(state.step)
             owed = self._owes_evaluation(step, steps, bool(eval_loader))
-            if step >= steps and not owed:
+            if step >= steps and not owed and start.tier in (None, "disk"):
                 show(
                     f"{self.directory.path}: step {step} of {steps} is done already; ask for more steps to go on"
                 )

@@ -188,6 +188,7 @@ def test_a_damaged_checkpoint_on_disk_is_passed_over(undisturbed: list[float], t
     fit(tmp_path, {"disk": {"every": 3}})
     told = kinds(tmp_path, "checkpoint_skipped", "resumed")
     assert told == [("checkpoint_skipped", 7), ("resumed", 6)]
+    assert saved(tmp_path) == [3, 6, 9] and (tmp_path / "checkpoints" / "7.damaged").is_dir()
     assert losses(tmp_path) == undisturbed
 
 
@@ -201,6 +202,34 @@ def test_memory_counts_for_resume_never_and_must(
     with pytest.raises(InputError, match="never"):
         start(tmp_path / "run", memory, "never")
     start(tmp_path / "run", memory, "must")
+
+
+def test_a_start_without_snapshots_goes_on_from_those_there_are(
+    memory: Any, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = stopped_in_memory(tmp_path / "run", memory, monkeypatch, at=6)
+    with pytest.raises(Preempted):
+        fit(tmp_path / "run", {"memory": {**memory, "every": 0}, "disk": {"every": 0}}, stop_after=1)
+    assert kinds(tmp_path / "run", "resumed") == [("resumed", 4)] and saved(tmp_path / "run")[-1] == 5
+    fit(tmp_path / "run", {"memory": memory, "disk": {"every": 0}})
+    assert kinds(tmp_path / "run", "resumed")[-1] == ("resumed", 5)
+    assert losses(tmp_path / "run") == undisturbed and not place.exists()
+
+
+def test_a_run_that_is_done_in_memory_is_brought_to_disk(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_in_memory(tmp_path / "run", {**memory, "every": 1}, monkeypatch, at=9)
+    monkeypatch.setattr("test_tiers.STEPS", 8)
+    fit(tmp_path / "run", {"memory": memory, "disk": {"every": 3}})
+    assert kinds(tmp_path / "run", "resumed")[-1] == ("resumed", 8) and saved(tmp_path / "run")[-1] == 8
+
+
+def test_copies_are_told_of_while_training_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    remote = {"urls": f"file://{tmp_path}/store", "every_minutes": 1e-9}
+    fit(tmp_path / "run", {"disk": {"every": 2}, "remote": remote})
+    assert (tmp_path / "store" / "9").is_dir()
 
 
 def start(directory: Path, memory: Any, resume: str) -> None:
