@@ -197,7 +197,9 @@ def test_a_leader_that_is_back_at_once_takes_the_members_over(job):
 
 
 def test_a_drained_node_leaves_and_the_others_go_on(job):
-    three = job("1:3").start(0, 1, 2)
+    three = job("1:3", rejoin_seconds=15.0).start(
+        0, 1, 2
+    )  # all are there at the first start, however busy it is
     three.wait(0, 3)
     assert "node 1 (host-1) leaves" in drain("host-1", three.address)
     assert [s[4] for s in three.wait(1, 2)] == ["host-0", "host-2"]
@@ -209,7 +211,7 @@ def test_a_drained_node_leaves_and_the_others_go_on(job):
 
 
 def test_a_node_that_falls_ill_is_drained(job, tmp_path):
-    two = job("1:2", health_seconds=0.2)
+    two = job("1:2", health_seconds=0.2, rejoin_seconds=15.0)
     two.start(0).start(1, health="! test -e ill")
     two.wait(0, 2)
     (tmp_path / "ill").touch()
