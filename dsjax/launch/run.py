@@ -86,10 +86,14 @@ def _own_directory(shared: Path | None) -> tuple[Path, filelock.FileLock]:
             if (left / _LOCK).exists() and left.stat().st_uid == os.getuid():
                 with old.acquire(blocking=False):
                     shutil.rmtree(left, ignore_errors=True)
-    directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=shared))
-    lock = filelock.FileLock(directory / _LOCK)
-    lock.acquire(blocking=False)
-    return directory, lock
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=shared))
+        lock = filelock.FileLock(directory / _LOCK)
+        # Between making the lock's file and holding it, another supervisor may take the directory for a dead one's.
+        with contextlib.suppress(OSError, filelock.Timeout):
+            lock.acquire(blocking=False)
+            if (directory / _LOCK).exists():
+                return directory, lock
 
 
 def _stop_with_stdin() -> None:
