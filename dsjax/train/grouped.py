@@ -17,7 +17,7 @@ from jax import lax
 
 from dsjax.grad_sync import AXIS, Exchange, mean, seed_of
 from dsjax.grad_sync.residuals import part
-from dsjax.mesh import map_named, named_leaves
+from dsjax.mesh import Layout, map_named, named_leaves
 from dsjax.train.gradients import Microbatches, StepParts, Sums, accumulated
 from dsjax.train.losses import Extras, merged, normalised, split_stack, stack_of, through_layers, whole_stack
 from dsjax.train.randomness import ExampleContext, at_step, examples
@@ -38,7 +38,8 @@ def exchanged_in_groups(
         before, model_state = accumulated(parts, params, model_state, given, len(given) - 1)
         # Not before the others are through: its activations would be held beside theirs.
         after, rows = (before.loss, before.weight), (given.batch, given.positions)
-        (before.loss, before.weight), (batch, positions) = lax.optimization_barrier((after, rows))
+        (before.loss, before.weight), rows = lax.optimization_barrier((after, rows))
+        before, (batch, positions) = _all_there(parts.layout, (before, rows))
         given = replace(given, batch=batch, positions=positions)
     last = _Microbatch(parts, params, model_state, given, len(given) - 1)
     assert exchange.groups is not None
@@ -59,11 +60,11 @@ def exchanged_in_groups(
     sums = (loss + added, weight, merged(extras, named))
     if before is not None:
         sums = jax.tree.map(jnp.add, sums, (before.loss, before.weight, before.extras))
-    sums = lax.psum(sums, AXIS)
+    sums, one = _all_there(parts.layout, (lax.psum(sums, AXIS), jnp.ones_like(loss)))
 
     # Backward; what is complete leaves at once.
     leaving = _Leaving(parts, exchange, residuals, before, sums[1], seed_of(given.step))
-    d_rest, dx = back_from_head(jnp.ones_like(loss))
+    d_rest, dx = back_from_head(one)
     of_embed = _used(last.embed, last.rest)
     d_rest = named_leaves(d_rest)
     dx = leaving.whole({path: g for path, g in d_rest.items() if path not in of_embed}, dx)
@@ -154,8 +155,6 @@ class _Leaving:
         self._summed = before is not None
         self._kept: dict[str, list[Any]] = {}
         self._before: jax.Array | None = None
-        # On a CPU every device has to come to its collectives in one order, so nothing runs beside an exchange.
-        self._ordered = parts.layout.on_cpu
 
     def whole(self, grads: Mapping[str, Any], x: Any) -> Any:
         """Sends whole tensors. Returns x, for what is computed next."""
@@ -181,6 +180,7 @@ class _Leaving:
         if not grads:
             return {}, x
         grads = {path: g.astype(jnp.float32) for path, g in grads.items()}
+        grads, x = _all_there(self._layout, (grads, x))
         mine = part(self._exchange, self._old, list(grads), window)
         if self._before is not None:
             # One after the other: XLA would join small ones, and wait for the last before it sends the first.
@@ -192,7 +192,7 @@ class _Leaving:
             self._kept.setdefault(path, []).insert(
                 0, {name: held[path] for name, held in new.items() if path in held}
             )
-        return lax.optimization_barrier((sent, x)) if self._ordered else (sent, x)
+        return _all_there(self._layout, (sent, x))
 
     def residuals(self) -> Any:
         """The residuals after all has been sent."""
@@ -200,6 +200,22 @@ class _Leaving:
             name: {path: _joined([window[name] for window in self._kept[path]]) for path in held}
             for name, held in self._old.items()
         }
+
+
+def _all_there(layout: Layout, values: Any) -> Any:
+    """The values, on a CPU none before all are there.
+
+    A device of a CPU waits in a collective, so all have to come to their collectives in one order: nothing may run
+    beside an exchange.  Of barriers a CPU's compiler keeps nothing; a loop starts once all that it changes is there.
+    """
+    if not layout.on_cpu:
+        return values
+
+    def turn(i: Any, values: Any) -> Any:
+        return jax.tree.map(lambda v: jnp.where(i < 0, jnp.zeros_like(v), v), values)
+
+    # To XLA the number of turns is unknown: a loop of one it would write out.
+    return lax.fori_loop(lax.optimization_barrier(jnp.int32(0)), 1, turn, values)
 
 
 def _joined(windows: Sequence[jax.Array]) -> jax.Array:
