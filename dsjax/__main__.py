@@ -1,6 +1,6 @@
 """``python -m dsjax`` is the command line."""
 
-from dsjax.cli import main
+from dsjax.cli import run
 
 if __name__ == "__main__":
-    main()
+    run()

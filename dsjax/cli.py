@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -15,6 +16,7 @@ import typer
 
 from dsjax.cli_checkpoints import app as checkpoints
 from dsjax.cli_errors import guarded, leave, report
+from dsjax.cli_launch import launch
 from dsjax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,16 +48,29 @@ app = typer.Typer(
 )
 data = typer.Typer(no_args_is_help=True, help="Tokenise data; look at what the model will see.")
 app.add_typer(data, name="data")
+app.command(name="launch", context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(checkpoints, name="checkpoints")
 
 
+def run() -> NoReturn:
+    """The command `dsjax`: `main`, and what ends the process."""
+    try:
+        main()
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else 1)
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line with `argv` (default: sys.argv's) and end the process with its exit code."""
+    """Run the command line with `argv` (default: sys.argv's).
+
+    Raises:
+      SystemExit: with the exit code.
+    """
     try:
         code = app(args=argv, prog_name="dsjax", standalone_mode=False)
     except Exception as error:
         code = report(error)
-    leave(code or 0)
+    sys.exit(code or 0)
 
 
 def _verb(function: Callable[..., int | None]) -> Callable[..., int]:
@@ -293,97 +308,6 @@ def init(
     from dsjax.plan.command import init_command
 
     return init_command(model, target, write)
-
-
-@app.command(context_settings={"allow_interspersed_args": False})
-@_verb
-def launch(
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- COMMAND [ARGS ...]",
-            help="A verb of dsjax (train CONFIG ...) or another program (python my_train.py).",
-            show_default=False,
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes to start on each node.", show_default=False)
-    ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|MIN:MAX",
-            help="Nodes of the job, each with a supervisor. Default: as the scheduler says, else 1.",
-            show_default=False,
-        ),
-    ] = None,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Which node this is; 0 leads. Default: the scheduler's.", show_default=False
-        ),
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Where node 0's supervisor listens. Default: by the scheduler.",
-            show_default=False,
-        ),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B|FILE", help="Start the supervisors on these hosts, by ssh.", show_default=False
-        ),
-    ] = None,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Start all again so often at most.")] = 100,
-    give_up_after: Annotated[
-        int, typer.Option(min=1, help="End after so many failures in a row that got no further.")
-    ] = 3,
-    hang_seconds: Annotated[
-        float,
-        typer.Option(min=0.1, help="Start again when a rank stands still so long (or 10 of its steps)."),
-    ] = 60.0,
-    rejoin_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Wait so long for a node that is lost, then go on without.")
-    ] = 30.0,
-    grace_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Kill workers that have not ended so long after they were told to.")
-    ] = 10.0,
-    health: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="Run this every 30 s on each node; where it fails the job goes on without that node.",
-            show_default=False,
-        ),
-    ] = None,
-    drain: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NODE", help="Have the job at --rendezvous go on without a node.", show_default=False
-        ),
-    ] = None,
-) -> int | None:
-    """Run a command as N processes on each node, start all again when one fails or hangs."""
-    from dsjax.launch.command import launch_command
-
-    return launch_command(
-        command or [],
-        workers=workers,
-        nodes=nodes,
-        node_rank=node_rank,
-        rendezvous=rendezvous,
-        hosts=hosts,
-        drain=drain,
-        max_restarts=max_restarts,
-        give_up_after=give_up_after,
-        hang_seconds=hang_seconds,
-        rejoin_seconds=rejoin_seconds,
-        grace_seconds=grace_seconds,
-        health=health,
-    )
 
 
 @data.command(name="build")

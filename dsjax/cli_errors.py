@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -64,24 +65,16 @@ def report(error: BaseException) -> int:
 def leave(code: int) -> NoReturn:
     """End the process with `code`.
 
-    A process of a cluster that failed ends at once: leaving jax.distributed in good order means to
-    wait for the other processes, which in turn wait for this one's part of a collective.  So does one
-    that Ctrl-C ended: its threads may be in the middle of a save.
+    One that failed ends at once: leaving jax.distributed in good order means to wait for the other processes,
+    which in turn wait for this one's part of a collective, and threads of a save that failed or was
+    interrupted may wait for each other for minutes.
     """
-    failed = code not in (EXIT_DONE, EXIT_PREEMPTED)
-    if code == EXIT_INTERRUPTED or (failed and _in_a_cluster()):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if code not in (EXIT_DONE, EXIT_PREEMPTED):
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def _in_a_cluster() -> bool:
-    if "jax" not in sys.modules:
-        return False
-    import jax
-
-    return jax.distributed.is_initialized()
 
 
 def describe(error: BaseException) -> tuple[list[str], int]:

@@ -108,7 +108,7 @@ def _parsed(text: str) -> Fault:
         need = f"knows no {wrong[0]}" if wrong else "needs step=N"
         raise ConfigError(f"{VARIABLE}: {text!r} {need}; {kind} takes {', '.join(takes)}")
     try:
-        return Fault(
+        fault = Fault(
             kind,
             step=int(given["step"]),
             rank=int(given["rank"]) if "rank" in given else None,
@@ -118,4 +118,11 @@ def _parsed(text: str) -> Fault:
             text=text,
         )
     except ValueError:
-        raise ConfigError(f"{VARIABLE}: {text!r}: takes numbers, as in kill@step=7,rank=1") from None
+        fault = None
+    if (
+        fault is None
+        or min(fault.step, fault.left, fault.rank or 0) < 0
+        or not 0 <= fault.seconds < float("inf")
+    ):
+        raise ConfigError(f"{VARIABLE}: {text!r}: takes numbers from 0 on, as in kill@step=7,rank=1")
+    return fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,15 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dsjax.checkpoint import DiskCheckpoints, MemorySnapshots
 from dsjax.config import from_dict
+from dsjax.config.checkpoint import MemoryConfig
 from dsjax.mesh import make_mesh, named_leaves
 from dsjax.models import build
 from dsjax.train.losses import language_model_loss, language_model_stages
 from dsjax.train.optimizers import make_optimizer, make_schedule
 from dsjax.train.program import Program, Recipe
+from dsjax.train.resume import restore
 
 AXES = ("pipeline", "data", "fsdp", "context", "tensor")
 STEPS, BATCH, LENGTH, VOCAB = 5, 32, 32, 67
+RESTART = 3  # steps after which a run that is to be restarted is
 # Five steps move a parameter by half its own size, and yet rounding is not blown up from step to step: at 1e-2
 # gradients of one and the same program drifted from 4e-7 of each other at step 1 to 1e-5 at step 5, with nine
 # layers and tied embeddings at 3e-3 still to 2e-5; at this rate to 8e-7.
@@ -29,7 +34,7 @@ PLAIN: Mapping[str, Any] = {
     "pipeline": (1, "1f1b"), "data": 1, "fsdp": 1, "context": 1, "tensor": 1,
     "gradient_accumulation_steps": 1, "remat": "none",
     "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
-    "window": None, "layers": 5, "exchange": "plain",
+    "window": None, "layers": 5, "exchange": "plain", "restart": "none",
 }  # fmt: skip
 """One device, fp32, no tricks."""
 EXCHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -168,12 +173,30 @@ def _named(tree: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in named_leaves(jax.device_get(tree)).items()}
 
 
+def restarted(program: Program, state: Any, tier: str) -> Any:
+    """The state as a start finds it that comes after it was saved in a tier."""
+    with tempfile.TemporaryDirectory() as name:
+        if tier == "disk":
+            store: Any = DiskCheckpoints(name)
+            store.save(int(state.step), state, program.facts())
+        else:
+            store = MemorySnapshots(MemoryConfig(path=f"{name}/memory"), name, 1)
+            store.prepare(state, 0)
+            store.save(int(state.step), state, program.facts())
+        store.wait()
+        read, _ = restore(program, store)
+        store.close()
+    return read
+
+
 def train(settings: Mapping[str, Any]) -> Trained:
     """Trains STEPS steps with these settings."""
     program = program_of(settings)
     state = program.init(seed=3)
     result = Trained([], [], [], {})
     for step in range(STEPS):
+        if step == RESTART and settings["restart"] != "none":
+            state = restarted(program, state, settings["restart"])
         batch = program.place(batch_of(settings["rows"], step))
         state, metrics = program.step(batch)(state, batch, program.votes())
         result.losses.append(float(metrics["loss"]))

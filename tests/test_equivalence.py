@@ -44,6 +44,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     # Neither number divides by stages or chunks; four stages of two chunks want eight.
     "layers": (5, 9),
     "exchange": ("plain", "pairs", "groups"),
+    "restart": ("none", "memory", "disk"),
 }
 PRODUCT = (*AXES, "gradient_accumulation_steps", "remat", "rows")
 DEVICES = 8

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from dsjax.checkpoint import copies, snapshots
 from dsjax.checkpoint.digests import verify
-from dsjax.checkpoint.places import Place, references, run_place, whole_steps
+from dsjax.checkpoint.places import Place, checkpoints_of, references, run_place, whole_steps
 from dsjax.checkpoint.retention import superfluous
 from dsjax.checkpoint.stored import (
     age,
@@ -31,7 +31,7 @@ from dsjax.checkpoint.stored import (
     stored_arrays,
 )
 from dsjax.config.checkpoint import DiskConfig
-from dsjax.errors import ConfigError, InputError
+from dsjax.errors import ConfigError, DsjaxError, InputError
 from dsjax.mesh import named_leaves
 
 
@@ -222,13 +222,19 @@ def copy_checkpoint(words: Sequence[str], to: str) -> int:
     """
     for one in references(words):
         with one.located() as path:
-            if "://" in to:
-                done = copies.send(copies.open_store(to, create=True), int(path.name), path)
-                target = f"{to.rstrip('/')}/{path.name}"
-            else:
-                root = Path(to) / "checkpoints" if (Path(to) / "config.yaml").is_file() else Path(to)
-                done = _copy_here(path, root / path.name)
-                target = str(root / path.name)
+            store = copies.open_store(to, create=True) if "://" in to else None
+            root = checkpoints_of(to) if (Path(to) / "config.yaml").is_file() else Path(to)
+            target = str(root / path.name) if store is None else f"{to.rstrip('/')}/{path.name}"
+            try:
+                done = (
+                    _copy_here(path, root / path.name)
+                    if store is None
+                    else copies.send(store, int(path.name), path)
+                )
+            except DsjaxError:
+                raise
+            except Exception as error:
+                raise InputError(f"{target}: cannot be written ({copies.reason(error)})") from error
             print(f"{path} -> {target} ({_mib(done['bytes'])} MiB)")
     return 0
 
@@ -239,14 +245,17 @@ def _copy_here(path: Path, to: Path) -> dict[str, int]:
         raise InputError(f"{to}: exists already; remove it first, or copy to another directory")
     draft = to.with_name(f"{to.name}.orbax-checkpoint-tmp")
     shutil.rmtree(draft, ignore_errors=True)
-    shutil.copytree(path, draft)
-    files = copies.files_of(path)
-    wrong = [name for name in files if copies.digest_of(path / name) != copies.digest_of(draft / name)]
-    if wrong:
-        raise InputError(
-            f"{draft}: {wrong[0]} did not arrive as it was sent; look at the disk, and try again"
-        )
-    os.replace(draft, to)
+    try:
+        shutil.copytree(path, draft)
+        files = copies.files_of(path)
+        wrong = [name for name in files if copies.digest_of(path / name) != copies.digest_of(draft / name)]
+        if wrong:
+            raise InputError(
+                f"{to}: {wrong[0]} did not arrive as it was sent; look at the disk, and try again"
+            )
+        os.replace(draft, to)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return {"bytes": sum(files.values())}
 
 

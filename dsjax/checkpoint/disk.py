@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from dsjax.checkpoint.chunks import save_args
 from dsjax.checkpoint.digests import digests, verify
-from dsjax.checkpoint.faults import disk_faults
+from dsjax.checkpoint.faults import disk_faults, hush_closed_loops
 from dsjax.checkpoint.retention import superfluous
 from dsjax.checkpoint.stored import (
     DELETED,
@@ -36,6 +34,7 @@ from dsjax.checkpoint.tree import check_matches, from_stored, to_stored
 from dsjax.config.checkpoint import DiskConfig
 from dsjax.errors import Damaged, InputError
 from dsjax.mesh import named_leaves
+from dsjax.processes import together
 
 # Data files of this size are written while the next one is filled, and copied elsewhere in parallel.
 _FILE_BYTES = 64 * 2**20
@@ -105,6 +104,7 @@ class DiskCheckpoints:
             # Orbax warns about options that do not matter here, on every process.
             # What fails in the background is raised by `check` and `wait`, once, as a line.
             logging.getLogger("absl").setLevel(logging.CRITICAL)
+            hush_closed_loops()
             arrays = ocp.PyTreeCheckpointHandler(use_compression=self._config.compression == "zstd")
             handlers = {STATE: arrays, META: ocp.JsonCheckpointHandler()}
             self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
@@ -226,7 +226,7 @@ class DiskCheckpoints:
             check_matches(considered, wanted, f"checkpoint {path}")
             return read_arrays(path, wanted), facts
 
-        result, facts = _agreed(read, f"checkpoint {path}")
+        result, facts = together(read)
         verify({name: result[name] for name in wanted}, facts.get("digests", {}), f"checkpoint {path}")
         return result, facts
 
@@ -243,6 +243,10 @@ class DiskCheckpoints:
                 f"checkpoint {self.directory / str(step)} does not exist; steps stored there: {known}"
             )
         facts = read_meta(self.directory / str(step))
+        if "digests" not in facts:
+            raise Damaged(
+                f"checkpoint {self.directory / str(step)}: what was written beside the state is not whole"
+            )
         if facts.get("step", step) != step:
             raise Damaged(
                 f"checkpoint {self.directory / str(step)} holds step {facts['step']}: its directory was renamed"
@@ -258,23 +262,6 @@ class DiskCheckpoints:
         """
         result, _ = self._read(step, to_stored(dict(like)), whole=False)
         return {name: from_stored(result[name], like[name]) for name in like}
-
-
-def _agreed(read: Callable[[], Any], where: str) -> Any:
-    """What `read` returns; where it fails on one process it fails on all, so that none waits for another."""
-    fault: InputError | None = None
-    result = None
-    try:
-        result = read()
-    except InputError as error:
-        fault = error
-    if jax.process_count() > 1:
-        good = multihost_utils.process_allgather(np.int32(fault is None))
-        if fault is None and not np.all(good):
-            fault = Damaged(f"{where}: process {int(np.argmin(good))} could not read its part")
-    if fault is not None:
-        raise fault
-    return result
 
 
 def _finite(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:

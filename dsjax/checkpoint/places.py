@@ -80,13 +80,20 @@ def place(name: str, overrides: Sequence[str], more: Sequence[str] = ()) -> Plac
     run = path if path.is_dir() else Path(config.run.directory)
     settings = config.checkpoint
     return Place(
-        disk=Path(settings.disk.path or run / "checkpoints"),
+        disk=settings.disk.directory(run),
         memory=snapshot_directory(settings.memory, run),
         urls=tuple(settings.remote.urls),
         rules=settings.disk,
         keep_remote=settings.remote.keep,
         run=run,
     )
+
+
+def checkpoints_of(run: str | Path) -> Path:
+    """Where the checkpoints of a run's directory lie, by its own config if it has one."""
+    stored = Path(run) / "config.yaml"
+    disk = load([stored], environ={}).checkpoint.disk if stored.exists() else DiskConfig()
+    return disk.directory(run)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import jax
 
 from dsjax.checkpoint import copies, ranged
 from dsjax.checkpoint.digests import verify
-from dsjax.checkpoint.snapshots.together import together
 from dsjax.checkpoint.stored import META
 from dsjax.checkpoint.tree import check_matches, from_stored, to_stored
 from dsjax.config.checkpoint import RemoteConfig
 from dsjax.errors import Damaged, InputError
 from dsjax.mesh import named_leaves
+from dsjax.processes import together
 
 # Seconds between tries of a copy that failed; the last one over and over.
 _WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
@@ -100,7 +101,13 @@ class RemoteCheckpoints:
         Raises:
           Damaged: no store has it whole, or none can be reached.
         """
-        return self._first(step, lambda store: store.facts(step))
+        faults: list[str] = []
+        for store in self._stores:
+            try:
+                return store.facts(step)
+            except Damaged as error:
+                faults += error.faults
+        raise Damaged(faults)
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """The state of a step, placed as the abstract tree `like` says; each process reads its own parts only.
@@ -121,16 +128,12 @@ class RemoteCheckpoints:
             check_matches(shapes, wanted, f"{where} in {store.url}")
             return copy.read(arrays, named_leaves(wanted))
 
-        result = together(lambda: self._first(step, read))
-        verify(result, facts.pop("digests", {}), where)
-        return from_stored(result, like), facts
-
-    def _first(self, step: int, read: Callable[[_Store], Any]) -> Any:
-        """What the first store gives that has a step undamaged."""
-        faults: list[str] = []
+        digests, faults = facts.pop("digests", {}), []
         for store in self._stores:
             try:
-                return read(store)
+                result = together(partial(read, store))
+                verify(result, digests, f"{where} in {store.url}")
+                return from_stored(result, like), facts
             except Damaged as error:
                 faults += error.faults
         raise Damaged(faults)

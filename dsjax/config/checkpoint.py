@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -64,6 +65,10 @@ class DiskConfig(Section):
     )
     retries: NonNegativeInt = described(2, "Try a failed save again so often before the run ends.")
     path: str | None = described(None, "Directory. Default: checkpoints in the run directory.")
+
+    def directory(self, run: str | Path) -> Path:
+        """Where the checkpoints of a run's directory lie."""
+        return Path(self.path or Path(run) / "checkpoints")
 
 
 class RemoteConfig(Section):

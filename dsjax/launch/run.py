@@ -28,6 +28,7 @@ WATCH_STDIN = "DSJAX_LAUNCH_STDIN"
 # Heartbeats are files that live in memory, where writing them never waits for a disk.
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX, _LOCK = "dsjax-launch-", ".lock"
+_ROOM_BYTES = 1 << 20  # far more than the records and stacks of a node's workers take
 
 
 def launch(options: Options, command: Sequence[str]) -> int:
@@ -57,8 +58,7 @@ def launch(options: Options, command: Sequence[str]) -> int:
     arguments = program(command)
     several = options.max_nodes > 1
     output = Output(f"-node-{options.node_rank}" if several else "")
-    shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-    directory, lock = _own_directory(shared)
+    directory, lock = _own_directory()
     name = options.name or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
         node = Node(options, arguments, output, directory, _address(options))
@@ -74,12 +74,22 @@ def launch(options: Options, command: Sequence[str]) -> int:
         lock.release()
 
 
-def _own_directory(shared: Path | None) -> tuple[Path, filelock.FileLock]:
+def _room(root: Path) -> bool:
+    """Whether heartbeats can be written there: it may be read-only, or full."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=root) as probe:
+            probe.write(bytes(_ROOM_BYTES))
+        return True
+    except OSError:
+        return False
+
+
+def _own_directory() -> tuple[Path, filelock.FileLock]:
     """A new directory for heartbeats, and the lock that says that its supervisor lives.
 
     Those of supervisors that were killed are removed: a lock ends with its process, in whatever container.
     """
-    root = shared or Path(tempfile.gettempdir())
+    root = _SHARED_MEMORY if _room(_SHARED_MEMORY) else Path(tempfile.gettempdir())
     for left in root.glob(f"{_PREFIX}*"):
         old = filelock.FileLock(left / _LOCK)
         with contextlib.suppress(OSError, filelock.Timeout):
@@ -87,7 +97,7 @@ def _own_directory(shared: Path | None) -> tuple[Path, filelock.FileLock]:
                 with old.acquire(blocking=False):
                     shutil.rmtree(left, ignore_errors=True)
     while True:
-        directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=shared))
+        directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
         lock = filelock.FileLock(directory / _LOCK)
         # Between making the lock's file and holding it, another supervisor may take the directory for a dead one's.
         with contextlib.suppress(OSError, filelock.Timeout):

@@ -58,6 +58,7 @@ class Supervisor:
         self._fewest_until = now + options.gather_seconds
         self._most_until = now + (options.gather_seconds if most_wanted else options.rejoin_seconds)
         self._saved = False  # whether the last generation stopped after saving
+        self._told = False  # whether the workers were told that one of them has stopped
 
     def run(self, signals: Signals) -> int:
         """Leads the job to its end; returns its exit code."""
@@ -98,7 +99,7 @@ class Supervisor:
         self._attempt += 1
         self._parts, self._expected = parts, {m.rank for m in parts}
         self._ends.clear()
-        self._regrouping, self._kill_at, self._saved = "", None, False
+        self._regrouping, self._kill_at, self._saved, self._told = "", None, False, False
         processes = sum(m.workers for m in parts)
         first = 0
         nodes = f"{len(parts)} nodes, " if self._options.max_nodes > 1 else ""
@@ -130,6 +131,10 @@ class Supervisor:
             self._fail(*failure)
         elif all(look.code is not None for look in looks):
             self._ended_well()
+        elif not self._told and any(code == EXIT_PREEMPTED for _, code in self._ends.values()):
+            # One that was stopped before its first step had nobody to tell but us.
+            self._told = True
+            self._order("signal", number=signal.SIGTERM)
         elif (hung := stuck(looks, self._options.hang_seconds)) is not None:
             self._hang(hung)
         elif self._is_due(now):
@@ -142,7 +147,8 @@ class Supervisor:
         looks = [look for member in self._parts for look in member.looks]
         for look in looks:
             if look.code is not None and look.rank not in self._ends:
-                self._ends[look.rank] = time.monotonic(), look.code
+                obeyed = self._told and look.code == 128 + signal.SIGTERM
+                self._ends[look.rank] = time.monotonic(), EXIT_PREEMPTED if obeyed else look.code
         return looks
 
     def _note_progress(self, looks: list[Look], now: float) -> None:

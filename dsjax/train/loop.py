@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 
 from dsjax.errors import InputError, OutOfDeviceMemory, Preempted
 from dsjax.faults import Faults
+from dsjax.processes import everywhere
 from dsjax.train.balance import Balancer
 from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory
 from dsjax.train.program import Program
@@ -34,7 +36,8 @@ class Plan:
       steps: the run's last step.
       stop_after: end after this many steps of this call, as a pre-emption would.
       eval_every: every N steps and at the end; 0: never.
-      evaluate: evaluates a state; None where there is nothing to evaluate on.
+      evaluate: evaluates a state, calling before each batch what it is given with what is being done; None where
+        there is nothing to evaluate on.
       log_examples: called with the number of each step and its batch (from 0), before it runs.
       on_eval: the user's callback.
       on_program: called with the program that takes over, when a pipeline's stages are balanced anew.
@@ -45,7 +48,7 @@ class Plan:
     steps: int
     stop_after: int | None = None
     eval_every: int = 0
-    evaluate: Callable[[State], Results] | None = None
+    evaluate: Callable[[State, Callable[[str], None]], Results] | None = None
     log_examples: Callable[[int, int], None] | None = None
     on_eval: Callable[[int, Results], None] | None = None
     trace: Callable[[int], None] = lambda step: None
@@ -74,12 +77,12 @@ def run_loop(
     offset = int(state.data_step) - start
     last_of_call = plan.steps if plan.stop_after is None else min(plan.steps, start + plan.stop_after)
     alone = jax.process_count() == 1
-    if plan.evaluate_first:
-        _evaluate(plan, recorder, saving, start, state)
+    evaluated = partial(_evaluate, plan, recorder, saving, stop)
+    cut_off = plan.evaluate_first and not evaluated(start, state)
     balancer = Balancer(program, recorder, plan.on_program, last_of_call)
     recorder.start_clock()
     step = start
-    while step < last_of_call:
+    while step < last_of_call and not cut_off:
         step += 1
         plan.trace(step)
         plan.faults.before_step(step)
@@ -100,9 +103,9 @@ def run_loop(
         if recorder.asked & STOP or (alone and stop.requested):
             break
         if plan.eval_every and step % plan.eval_every == 0:
-            _evaluate(plan, recorder, saving, step, state)
+            cut_off = not evaluated(step, state)
         saving.step_done(step, state)
-        if step < last_of_call:
+        if step < last_of_call and not cut_off:
             before = program
             program, state = balancer.step_done(step, program, state, placed)
             if program is not before:
@@ -110,15 +113,15 @@ def run_loop(
     balancer.close()
     recorder.drain()
     saving.last(step, state)
-    if step < plan.steps:
-        voted = recorder.asked & STOP
+    if step == plan.steps and not cut_off and plan.eval_every and step > start:
+        cut_off = not evaluated(step, state)
+    if step < plan.steps or cut_off:
+        voted = cut_off or recorder.asked & STOP
         reason = stop.signal or ("another process was asked to stop" if voted else "stop_after")
         recorder.event("preempted", step, reason=reason)
         raise Preempted(
             f"stopped at step {step} of {plan.steps} ({reason}), saved; run the same again to go on"
         )
-    if plan.eval_every and step > start:
-        _evaluate(plan, recorder, saving, step, state)
     return state
 
 
@@ -151,18 +154,38 @@ def _one_step(
         raise program.does_not_fit(batch, compiled_bytes(compiled) or 0, limit) from error
 
 
-def _evaluate(plan: Plan, recorder: Recorder, saving: Saving, step: int, state: State) -> None:
+class _CutOff(Exception):
+    """An evaluation that a signal ended."""
+
+
+def _evaluate(
+    plan: Plan, recorder: Recorder, saving: Saving, stop: StopRequest, step: int, state: State
+) -> bool:
+    """Evaluates, if there is anything to evaluate on; False: a signal to any process cut it off, on all of them.
+
+    Such an evaluation is made up for when the run goes on.
+    """
     if plan.evaluate is None:
-        return
+        return True
     recorder.drain()
+
+    def on_batch(what: str) -> None:
+        recorder.beat(step, what)
+        if not everywhere(not stop.requested):
+            raise _CutOff
+
     recorder.beat(step, "evaluating")
-    with recorder.progress.busy("evaluating"):
-        results = plan.evaluate(state)
+    try:
+        with recorder.progress.busy("evaluating"):
+            results = plan.evaluate(state, on_batch)
+    except _CutOff:
+        return False
     recorder.evaluated(step, results)
     saving.evaluated(step, results)
     if plan.on_eval is not None:
         plan.on_eval(step, results)
     recorder.start_clock()
+    return True
 
 
 def evaluate(
@@ -170,14 +193,14 @@ def evaluate(
     state: State,
     batches: Any,
     steps: int = -1,
-    beat: Callable[[str], None] = lambda what: None,
+    on_batch: Callable[[str], None] = lambda what: None,
 ) -> dict[str, float]:
     """Weighted loss over a finite set of batches: sums over all of it, divided once.
 
     Args:
       batches: an iterable of this process's rows; all of it counts, a last partial batch too.
       steps: at most this many batches; -1: all.
-      beat: called with what is being done, before each batch.
+      on_batch: called with what is being done, before each batch.
 
     Returns:
       loss, tokens (the weight), perplexity, and the loss function's extras.
@@ -195,7 +218,7 @@ def evaluate(
     before: Mapping[str, jax.Array] = {}
     for batch in itertools.islice(batches, None if steps < 0 else steps):
         placed = program.place_eval(batch)
-        beat("evaluating" if program.has_evaluation(placed) else "compiling")
+        on_batch("evaluating" if program.has_evaluation(placed) else "compiling")
         now = program.evaluation(placed)(state.params, state.model_state, placed)
         add(before)
         before = now

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
 from dsjax.checkpoint import DiskCheckpoints
+from dsjax.checkpoint.places import checkpoints_of
 from dsjax.config import Config
 from dsjax.errors import Damaged, InputError
-from dsjax.train.agreement import everywhere, of_process_0
+from dsjax.processes import gather, together
 from dsjax.train.carried import Kept, Workers, with_params
 from dsjax.train.given import require_alive
 from dsjax.train.memory import refuse_oversized_state
@@ -24,7 +26,7 @@ from dsjax.train.state import State
 
 
 class Store(Protocol):
-    """A tier, as far as reading goes."""
+    """A tier, as far as reading goes; where `restore` finds damage on one process it raises on all."""
 
     directory: Any  # a path or a URL
 
@@ -68,8 +70,13 @@ def restore(program: Program, store: Store, step: int | None = None) -> tuple[St
         step = store.latest_step()
         if step is None:
             raise InputError(f"no checkpoint in {store.directory}; train first, or set run.dir")
+    return _restored(program, store, step, store.facts(step))
+
+
+def _restored(
+    program: Program, store: Store, step: int, facts: dict[str, Any]
+) -> tuple[State, dict[str, Any]]:
     refuse_oversized_state(program.abstract_state, list(program.mesh.devices.flat))
-    facts = store.facts(step)
     kept, workers = Kept.of(program, facts), Workers.of(program, facts)
     one = replace(workers.one, residuals={})
     stored, back = program.held(facts, one)
@@ -79,35 +86,52 @@ def restore(program: Program, store: Store, step: int | None = None) -> tuple[St
     return replace(state, residuals=kept.carried(read.residuals)), facts | {"notes": notes}
 
 
-def candidates(tiers: Tiers) -> Iterator[tuple[int, str, Store]]:
-    """What there is to resume from, newest first; of two of the same step, what is read faster."""
-    found: list[tuple[int, str, Store]] = []
-    if tiers.memory is not None:
-        found += [(step, "memory", tiers.memory) for step in tiers.memory.newest()]
-    found += [(step, "disk", tiers.disk) for step in of_process_0(tiers.disk.steps())]
-    yield from sorted(found, key=lambda one: (-one[0], one[1] != "memory"))
-    # A copy elsewhere is older than what is here, unless here is nothing that can be used.
-    if tiers.remote is not None:
-        here = {step for step, tier, _ in found if tier == "disk"}
-        for step in of_process_0(tiers.remote.steps() if jax.process_index() == 0 else []):
-            if step not in here and tiers.remote.ranged:
-                yield step, "remote", tiers.remote
-            elif step not in here:
-                _fetch(tiers, step)
-                yield step, "remote", tiers.disk
+@dataclass(frozen=True)
+class Candidate:
+    """A state to resume from: of a step, in a tier; `open` gives the store that it is read from."""
+
+    step: int
+    tier: str
+    open: Callable[[], Store]
 
 
-def _fetch(tiers: Tiers, step: int) -> None:
-    """Brings a copy to the disk."""
-    assert tiers.remote is not None
-    fault = ""
-    if jax.process_index() == 0:
+def candidates(tiers: Tiers) -> list[Candidate]:
+    """What there is to resume from, newest first; of those of the same step, what is read faster.
+
+    Object stores that cannot be asked are noted where there is something else.
+
+    Raises:
+      InputError: there is nothing else, and the object stores cannot be asked.
+    """
+    disk, memory, remote = tiers.disk, tiers.memory, tiers.remote
+    found = [] if memory is None else [Candidate(step, "memory", lambda: memory) for step in memory.newest()]
+    found += [Candidate(step, "disk", lambda: disk) for step in gather(disk.steps())[0]]
+    if remote is not None:
         try:
-            tiers.remote.fetch(step, tiers.disk.directory / str(step))
+            stored = together(lambda: remote.steps() if jax.process_index() == 0 else [])
+            found += [Candidate(step, "remote", partial(_remote, tiers, step)) for step in gather(stored)[0]]
         except InputError as error:
-            fault = error.faults[0]
-    if not everywhere(not fault):
-        raise Damaged(fault or f"checkpoint {step}: process 0 could not fetch its copy")
+            if not found:
+                raise
+            tiers.notes.append(f"whether a newer copy is stored elsewhere is not known: {error.faults[0]}")
+    order = ("memory", "disk", "remote")
+    return sorted(found, key=lambda one: (-one.step, order.index(one.tier)))
+
+
+def _remote(tiers: Tiers, step: int) -> Store:
+    """The store itself where it can be read by ranges; else the disk, to which the copy is brought first."""
+    remote = tiers.remote
+    assert remote is not None
+    if remote.ranged:
+        return remote
+    to = tiers.disk.directory / str(step)
+
+    def fetch() -> None:
+        _aside(to)  # what is there of this step was found to be damaged
+        remote.fetch(step, to)
+
+    together(lambda: fetch() if jax.process_index() == 0 else None)
+    return tiers.disk
 
 
 def begin(
@@ -119,49 +143,58 @@ def begin(
       InputError, ConfigError: `run.resume` or the run directory do not allow it, or nothing that was
         saved can be read.
     """
-    where, resume = tiers.disk.directory, config.run.resume
     if given is not None:
-        require_alive(given)
-        latest = tiers.disk.latest_step()
-        if latest is not None and resume != "never" and latest > int(given.step):
-            raise InputError(
-                f"{where} already holds step {latest} but fit was given a state of step {int(given.step)}; leave "
-                "state out to resume, or choose another run.dir"
-            )
-        _refuse_if_never(latest, resume, where)
-        return Start(program, given)
+        return Start(program, _allowed(given, tiers.disk, config.run.resume))
     passed_over: list[tuple[int, str, str]] = []
-    differences: list[str] | None = None
-    for step, tier, store in candidates(tiers):
-        _refuse_if_never(step, resume, where)
-        if differences is None:
-            differences = directory.check_resume()
+    differences: list[str] = []
+    for one in candidates(tiers):
         try:
-            going_on = program.going_on(store.facts(step))
-            state, facts = restore(going_on, store, step)
-            whole, reason = True, ""
+            store = one.open()
+            _refuse_if_never(one.step, config.run.resume, store.directory)
+            facts = together(partial(store.facts, one.step))
+            differences = directory.check_resume(facts.get("config"))
+            going_on = program.going_on(facts)
+            state, facts = _restored(going_on, store, one.step, facts)
         except Damaged as error:
-            whole, reason = False, error.faults[0]
-        if everywhere(whole):
-            _put_aside(tiers.disk, passed_over)
-            return Start(going_on, state, facts, differences, tier, passed_over)
-        passed_over.append((step, tier, reason or "another process found it damaged"))
+            passed_over.append((one.step, one.tier, error.faults[0]))
+            continue
+        _put_aside(tiers.disk, passed_over)
+        return Start(going_on, state, facts, differences, one.tier, passed_over)
     if passed_over:
         raise InputError([reason for _, _, reason in passed_over])
-    if resume == "must":
-        raise InputError(f"run.resume is must but {where} holds no checkpoint; set run.resume to auto")
+    if config.run.resume == "must":
+        raise InputError(
+            f"run.resume is must but {tiers.disk.directory} holds no checkpoint; set run.resume to auto"
+        )
     return Start(program, _fresh_state(program, config))
+
+
+def _allowed(given: State, disk: DiskCheckpoints, resume: str) -> State:
+    """The state that `fit` was given, if the run directory holds no later one."""
+    require_alive(given)
+    latest = disk.latest_step()
+    _refuse_if_never(latest, resume, disk.directory)
+    if latest is not None and latest > int(given.step):
+        raise InputError(
+            f"{disk.directory} already holds step {latest} but fit was given a state of step {int(given.step)}; leave "
+            "state out to resume, or choose another run.dir"
+        )
+    return given
 
 
 def _put_aside(disk: DiskCheckpoints, passed_over: list[tuple[int, str, str]]) -> None:
     """Damaged checkpoints get another name: as the newest they would have better ones removed."""
     for step, tier, _ in passed_over if jax.process_index() == 0 else ():
         if tier == "disk":
-            with contextlib.suppress(OSError):
-                (disk.directory / str(step)).rename(disk.directory / f"{step}.damaged")
+            _aside(disk.directory / str(step))
 
 
-def _refuse_if_never(latest: int | None, resume: str, where: Path) -> None:
+def _aside(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rename(path.with_name(f"{path.name}.damaged"))
+
+
+def _refuse_if_never(latest: int | None, resume: str, where: Any) -> None:
     if resume == "never" and latest is not None:
         raise InputError(
             f"run.resume is never but {where} holds a checkpoint of step {latest}; choose another run.name or "
@@ -173,7 +206,7 @@ def _fresh_state(program: Program, config: Config) -> State:
     state, source = program.init(config.run.seed), config.run.init_from
     if source is None:
         return state
-    other = DiskCheckpoints(Path(source) / "checkpoints")
+    other = DiskCheckpoints(checkpoints_of(source))
     latest = other.latest_step()
     if latest is None:
         raise InputError(f"run.init_from {source}: holds no checkpoint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import tempfile
@@ -18,6 +19,27 @@ from dsjax.errors import ConfigError, InputError
 from dsjax.files import write_atomically
 from dsjax.observe import EventLog, environment
 from dsjax.observe.logs import METRICS, read_lines
+
+
+@contextlib.contextmanager
+def _held(path: Path, setting: str, choice: str) -> Iterator[None]:
+    """Holds a directory, made if need be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path / ".lock")
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        raise InputError(
+            f"{setting} {path}: another run is using this directory; wait for it, or choose another {choice}"
+        ) from None
+    except OSError as error:
+        raise InputError(
+            f"{setting} {path}: cannot be written ({error.strerror}); set {setting} to a directory of yours"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class RunDirectory:
@@ -37,7 +59,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the directory, made if need be, against a second run on it.
+        """Holds the directory, and that of its checkpoints where it is another, against a second run on it.
 
         Raises:
           InputError: it cannot be made or written, or another run holds it.
@@ -45,37 +67,40 @@ class RunDirectory:
         if jax.process_index() != 0:
             yield
             return
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(self.path / ".lock")
-            lock.acquire(blocking=False)
-        except filelock.Timeout:
-            raise InputError(
-                f"run.dir {self.path}: another run is using this directory; wait for it, or choose another run.name"
-            ) from None
-        except OSError as error:
-            raise InputError(
-                f"run.dir {self.path}: cannot be written ({error.strerror}); set run.dir to a directory of yours"
-            ) from None
-        try:
+        disk = self._config.checkpoint.disk
+        with contextlib.ExitStack() as held:
+            held.enter_context(_held(self.path, "run.dir", "run.name"))
+            if disk.path is not None:
+                held.enter_context(
+                    _held(disk.directory(self.path), "checkpoint.disk.path", "checkpoint.disk.path")
+                )
             yield
-        finally:
-            lock.release()
 
-    def check_resume(self) -> list[str]:
+    @functools.cached_property
+    def settings(self) -> str:
+        """What a checkpoint says of the settings that it was made with."""
+        return dump(self._config, self._only)
+
+    def check_resume(self, saved_with: str | None = None) -> list[str]:
         """The settings that differ from those the run was started with, where that is allowed.
+
+        Args:
+          saved_with: `settings` of the checkpoint; they count where the directory has no config of its own
+            (its checkpoints lie elsewhere, or came from an object store).
 
         Raises:
           ConfigError: they differ and it is not.
         """
         stored = self.path / "config.yaml"
-        if not stored.exists():
+        told = stored.read_text() if stored.exists() else saved_with
+        if told is None:
             return []
         with tempfile.TemporaryDirectory() as scratch:
-            # What the stored file does not name was never a setting of this run.
-            now = Path(scratch) / "now.yaml"
+            # What the stored settings do not name was never a setting of this run.
+            now, then = Path(scratch) / "now.yaml", Path(scratch) / "config.yaml"
             now.write_text(dump(self._config))
-            before = load([now, stored], environ={})
+            then.write_text(told)
+            before = load([now, then], environ={})
         differences = changed(before, self._config)
         if differences and not self._allow:
             raise ConfigError(

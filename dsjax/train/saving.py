@@ -18,7 +18,7 @@ from dsjax.checkpoint.snapshots import snapshot_directory
 from dsjax.config.checkpoint import CheckpointConfig, MemoryConfig
 from dsjax.errors import ConfigError, Diverged, DsjaxError, Preempted
 from dsjax.faults import Faults
-from dsjax.train.agreement import everywhere
+from dsjax.processes import everywhere
 from dsjax.train.recorder import Recorder
 from dsjax.train.state import State
 from dsjax.train.votes import SAVE
@@ -40,11 +40,16 @@ def snapshot_every(memory: MemoryConfig) -> int:
 
 @dataclass
 class Tiers:
-    """Where the states of a run are kept; None: not there."""
+    """Where the states of a run are kept; None: not there.
+
+    Attributes:
+      notes: for the user, on what is not there.
+    """
 
     disk: DiskCheckpoints
     memory: MemorySnapshots | None = None
     remote: RemoteCheckpoints | None = None
+    notes: list[str] = field(default_factory=list)
     _closed: bool = False
 
     def close(self) -> None:
@@ -67,35 +72,45 @@ def open_tiers(config: CheckpointConfig, disk: DiskCheckpoints, run_directory: P
     # Snapshots of an earlier start count, and must not outlive this one's steps, whether or not it makes any.
     left = snapshot_directory(config.memory, run_directory).is_dir()
     wanted = bool(every) or not everywhere(not left)
-    memory = MemorySnapshots(config.memory, run_directory, every) if wanted else None
+    memory, notes = None, []
+    if wanted:
+        memory = MemorySnapshots(config.memory, run_directory, every)
+        try:
+            memory.newest()
+        except ConfigError as error:
+            if config.memory.every is not None:
+                raise
+            memory, notes = None, [_without_snapshots(error)]
     if not config.remote.urls:
-        return Tiers(disk, memory)
+        return Tiers(disk, memory, notes=notes)
     from dsjax.checkpoint.remote import RemoteCheckpoints
 
-    return Tiers(disk, memory, RemoteCheckpoints(config.remote))
+    return Tiers(disk, memory, RemoteCheckpoints(config.remote), notes)
 
 
-def make_room_in_memory(tiers: Tiers, config: MemoryConfig, state: State, step: int) -> str | None:
-    """Takes the memory for snapshots of a run that goes on from a step; a note where there is too little.
+def make_room_in_memory(tiers: Tiers, config: MemoryConfig, state: State, step: int) -> None:
+    """Takes the memory for snapshots of a run that goes on from a step; notes where there is too little.
 
     Raises:
       ConfigError: there is too little, and snapshots were asked for.
     """
     if tiers.memory is None:
-        return None
+        return
     if not tiers.memory.every:
         tiers.memory.forget_after(step)
-        return None
+        return
     try:
         tiers.memory.prepare(state, step)
     except ConfigError as error:
         if config.every is not None:
             raise
+        tiers.memory.close()
         tiers.memory = None
-        return (
-            f"no snapshots in memory: {error.faults[0]} (checkpoint.memory.every=0 says that none are wanted)"
-        )
-    return None
+        tiers.notes.append(_without_snapshots(error))
+
+
+def _without_snapshots(error: ConfigError) -> str:
+    return f"no snapshots in memory: {error.faults[0]} (checkpoint.memory.every=0 says that none are wanted)"
 
 
 def last_good(disk: DiskCheckpoints) -> str:
@@ -128,6 +143,8 @@ class Saving:
     _failures: int = 0
     _owed: bool = False
     _uncommitted: int | None = None
+    _committed: int = -1
+    _copied: int = -1
     _trouble: str | None = None
 
     def __post_init__(self) -> None:
@@ -186,10 +203,13 @@ class Saving:
         if self.tiers.memory is not None:
             self.tiers.memory.check()
             self._tell_trouble(step, self.tiers.memory.trouble)
-        self._copy()
+        self._settle()
+        self._tell_of_copies()
+
+    def _tell_of_copies(self) -> None:
         while self._notices:
             kind, told = self._notices.popleft()
-            self.recorder.event(kind, told.pop("step", step), **told)
+            self.recorder.event(kind, told.pop("step"), **told)
             self.recorder.progress.message(
                 f"{kind.replace('_', ' ')}: {told.get('reason') or told.get('url')}"
             )
@@ -203,14 +223,16 @@ class Saving:
 
     def last(self, step: int, state: State) -> None:
         """Saves the state that the loop ends with, and waits until it is on disk."""
-        while self._saved_at != step or self._owed:
-            self._save(step, state, last=True)
+        while True:
+            if self._saved_at != step or self._owed:
+                self._save(step, state, last=True)
+            try:
+                self.tiers.disk.wait()
+            except DsjaxError as error:
+                self._failed(step, error)
             if not self._owed:
-                try:
-                    self.tiers.disk.wait()
-                except DsjaxError as error:
-                    self._failed(step, error)
-        self.tiers.disk.wait()
+                self._settle(last=True)
+                return
 
     # ---- how a call ends -----------------------------------------------------------------------
 
@@ -237,10 +259,10 @@ class Saving:
         until = time.monotonic() + _COMMIT_SECONDS
         while self._saved_at >= 0 and not self.tiers.disk.has(self._saved_at) and time.monotonic() < until:
             time.sleep(0.05)
-        self._copy(last=True)
         if self.tiers.memory is not None:
             self.tiers.memory.clear()
         self.tiers.close()
+        self._tell_of_copies()
 
     # ---- within --------------------------------------------------------------------------------
 
@@ -259,12 +281,13 @@ class Saving:
         self._saved_at, self._saved_time = step, time.monotonic()
         evaluated, results = self._evaluated
         try:
+            self.tiers.disk.wait()
+            self._settle()
             self.tiers.disk.save(step, state, self.facts(step), results if evaluated == step else {})
         except DsjaxError as error:
             self._failed(step, error)
             return
         self._uncommitted = step
-        recorder.event("checkpoint_saved", step)
         if self.on_checkpoint is not None:
             self.on_checkpoint(step)
         recorder.start_clock()
@@ -283,13 +306,15 @@ class Saving:
             f"step {step}: saving failed: {reason}; trying again at the next step ({self._failures} of {retries})"
         )
 
-    def _copy(self, *, last: bool = False) -> None:
-        """Has the newest checkpoint on disk copied, once it is committed and a copy is due."""
-        remote, step = self.tiers.remote, self._uncommitted
-        if remote is None or step is None or not self.tiers.disk.has(step):
+    def _settle(self, *, last: bool = False) -> None:
+        """Tells of the newest checkpoint once all of it is on disk, and has it copied when that is due."""
+        disk, remote, step = self.tiers.disk, self.tiers.remote, self._uncommitted
+        if step is not None and disk.has(step):
+            self._uncommitted, self._committed = None, step
+            self.recorder.event("checkpoint_saved", step)
+        if remote is None or jax.process_index() != 0 or self._committed == self._copied:
             return
         due = time.monotonic() - self._copied_time >= 60 * self.config.remote.every_minutes
-        if jax.process_index() == 0 and (due or last):
-            remote.copy(step, self.tiers.disk.directory / str(step))
-            self._copied_time = time.monotonic()
-        self._uncommitted = None
+        if due or last:
+            remote.copy(self._committed, disk.directory / str(self._committed))
+            self._copied, self._copied_time = self._committed, time.monotonic()

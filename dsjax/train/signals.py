@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -11,22 +12,21 @@ from types import FrameType
 
 from dsjax.errors import EXIT_PREEMPTED
 
-# Signals that came while nothing was there to act on them.
-_early: list[str] = []
-
 
 def stop_outside_of_training() -> None:
     """From now on SIGTERM ends the process with exit code 75 where no loop is there to receive it.
 
-    It is remembered too: an exception that a handler raises is lost where Python runs the handler
-    inside a finaliser or a callback, and then the loop stops at its first step.
+    At once: there is nothing to save, an exception would be lost where Python runs the handler inside a finaliser
+    or a callback, and a process that leaves its cluster in good order waits for the others, minutes long.
     """
 
     def receive(number: int, frame: FrameType | None) -> None:
-        _early.append(signal.Signals(number).name)
-        print("dsjax: stopped by SIGTERM; run the same command again to go on", file=sys.stderr, flush=True)
-        # A plain SystemExit: libraries that are being called catch every Exception here and there.
-        raise SystemExit(EXIT_PREEMPTED)
+        with contextlib.suppress(Exception):  # it may have interrupted a write to the very stream
+            print(
+                "dsjax: stopped by SIGTERM; run the same command again to go on", file=sys.stderr, flush=True
+            )
+            sys.stdout.flush()
+        os._exit(EXIT_PREEMPTED)
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, receive)
@@ -36,7 +36,7 @@ class StopRequest:
     """Whether and by which signal this process was asked to stop."""
 
     def __init__(self) -> None:
-        self.signal: str | None = _early[0] if _early else None
+        self.signal: str | None = None
 
     @property
     def requested(self) -> bool:

@@ -79,7 +79,7 @@ def eval_table(
 def where_things_lie(config: Config, latest: int | None) -> None:
     """Names the places of checkpoint, metrics and report."""
     run = Path(config.run.directory)
-    checkpoints = Path(config.checkpoint.disk.path or run / "checkpoints")
+    checkpoints = config.checkpoint.disk.directory(run)
     if latest is not None:
         show(f"checkpoint  {checkpoints / str(latest)}")
     show(f"metrics     {run / 'metrics.jsonl'}")

@@ -190,7 +190,7 @@ class Trainer:
         self._only, self._allow, self._unit, self._by_script = only, allow_config_change, "tokens", False
         disk = config.checkpoint.disk
         self.directory = RunDirectory(config.run.directory, config, allow_config_change, only)
-        self.checkpoints = DiskCheckpoints(disk.path or self.directory.path / "checkpoints", disk)
+        self.checkpoints = DiskCheckpoints(disk.directory(self.directory.path), disk)
         self._loader_state: Callable[[int], Any] = lambda step: None
 
     def _compiled(self, what: str, seconds: float) -> None:
@@ -244,13 +244,10 @@ class Trainer:
           InputError: the set has no weight.
         """
         require_alive(state)
-        batches = loader() if callable(loader) else loader
-        limit = self.config.eval.steps if steps is None else steps
-        return loop.evaluate(self.program, state, batches, limit, self._beat)
+        return self._evaluated(state, loader, self.config.eval.steps if steps is None else steps)
 
-    def _beat(self, what: str) -> None:
-        if self._recorder is not None:
-            self._recorder.beat(self._recorder.step, what)
+    def _evaluated(self, state: State, loader: Any, steps: int, *on_batch: Any) -> dict[str, float]:
+        return loop.evaluate(self.program, state, loader() if callable(loader) else loader, steps, *on_batch)
 
     def plan(
         self,
@@ -304,6 +301,7 @@ class Trainer:
             "mesh": dict(self.mesh.shape),
             "processes": jax.process_count(),
             "loader": self._loader_state(step),
+            "config": self.directory.settings,
             **self.program.facts(),
         }
 
@@ -372,8 +370,7 @@ class Trainer:
                 return state
             self.checkpoints.prepare()
             self.directory.check_space(self.checkpoints.directory, state_bytes(state))
-            note = make_room_in_memory(tiers, self.config.checkpoint.memory, state, step)
-            self.notes += [note] if note else []
+            make_room_in_memory(tiers, self.config.checkpoint.memory, state, step)
             data.restore(meta.get("loader"), first_batch := int(state.data_step))
             self._loader_state = data.state
             plan = self._plan(steps, stop_after, eval_loader, on_eval, data)
@@ -383,7 +380,7 @@ class Trainer:
                     self.config.checkpoint, tiers, self._saved_with, recorder, on_checkpoint, plan.faults
                 )
                 with saving:
-                    self._tell_of(start, data, recorder)
+                    self._tell_of(start, tiers.notes, data.notes, recorder)
                     with loop.closing_iterator(data.iterate(first_batch)) as batches:
                         batches = warned_if_alike(
                             batches, self.program.rows_are_alike, recorder.progress.message
@@ -392,17 +389,17 @@ class Trainer:
                 recorder.event("finished", int(state.step))
         return state
 
-    def _tell_of(self, start: Start, data: Any, recorder: Recorder) -> None:
+    def _tell_of(self, start: Start, tiers: list[str], data: list[str], recorder: Recorder) -> None:
         """Writes how a call of `fit` begins: the config, an event, and what the user should know."""
-        step, meta = int(start.state.step), start.facts
+        step = int(start.state.step)
         self.directory.begin(recorder.events, step, start.differences, unit=self._unit)
         for passed, tier, reason in start.passed_over:
             recorder.event("checkpoint_skipped", passed, tier=tier, reason=reason)
             recorder.progress.message(f"checkpoint of step {passed} ({tier}) passed over: {reason}")
-        notes = meta.get("notes", [])
+        notes = [*start.facts.get("notes", []), *tiers]
         kind = "resumed" if step else "started"
         recorder.event(kind, step, **self._facts(), tier=start.tier, notes=notes)
-        for note in [*self.notes, *notes, *data.notes]:
+        for note in [*self.notes, *notes, *data]:
             recorder.progress.message(note)
 
     def _owes_evaluation(self, step: int, steps: int, has_sets: bool) -> bool:
@@ -456,8 +453,9 @@ class Trainer:
         sets = eval_loader if isinstance(eval_loader, Mapping) else {"heldout": eval_loader}
         sets = {name: loader for name, loader in sets.items() if loader is not None}
 
-        def evaluate(state: State) -> loop.Results:
-            return {name: self.evaluate(state, loader) for name, loader in sets.items()}
+        def evaluate(state: State, on_batch: Callable[[str], None]) -> loop.Results:
+            limit = self.config.eval.steps
+            return {name: self._evaluated(state, one, limit, on_batch) for name, one in sets.items()}
 
         return loop.Plan(
             steps=steps,

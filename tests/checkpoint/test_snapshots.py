@@ -22,7 +22,7 @@ from dsjax.checkpoint.snapshots import MemorySnapshots, copying, listing, memory
 from dsjax.checkpoint.snapshots import file as file_module
 from dsjax.checkpoint.snapshots.copying import stage
 from dsjax.checkpoint.snapshots.file import SnapshotFile, file_bytes, lay_out, read_index, snapshot_files
-from dsjax.checkpoint.snapshots.together import Hosts
+from dsjax.checkpoint.snapshots.hosts import Hosts
 from dsjax.config.checkpoint import MemoryConfig
 from dsjax.errors import ConfigError, InputError
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax.checkpoint.snapshots import MemorySnapshots
 from dsjax.checkpoint.snapshots.file import read_index, snapshot_files
-from dsjax.checkpoint.snapshots.together import Hosts
+from dsjax.checkpoint.snapshots.hosts import Hosts
 from dsjax.config.checkpoint import MemoryConfig
 from dsjax.errors import InputError
 

@@ -32,7 +32,7 @@ def test_every_exchange_is_before_or_after_every_loop_with_collectives() -> None
     case = {**oracle.PLAIN, "data": 2, "context": 2, "gradient_accumulation_steps": 2, "layers": 9,
             "exchange": "groups"}  # fmt: skip
     program = oracle.program_of(case)
-    state, batch = program.init(seed=3), program.place(oracle.batch_of("full", 0))
+    batch = program.place(oracle.batch_of("full", 0))
     module = parse(program.lower_step(batch).compile().as_text())
     entry = module.entry
     earlier = before(entry)

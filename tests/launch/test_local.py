@@ -152,7 +152,13 @@ def test_all_preempted_is_preempted(tmp_path):
 
 
 def test_a_failure_while_saving_counts_more_than_those_who_saved(tmp_path):
-    assert run(tmp_path, 2, "rank or sys.exit(75)\ntime.sleep(0.3)\nsys.exit(70)")[0] == 70
+    code = "rank or time.sleep(0.5) or sys.exit(75)\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(0.8)\nsys.exit(70)"
+    assert run(tmp_path, 2, code)[0] == 70
+
+
+def test_one_that_was_told_to_stop_and_did_counts_as_stopped(tmp_path):
+    code, _, _ = run(tmp_path, 2, "rank or sys.exit(75)\ntime.sleep(60)")
+    assert code == 75
 
 
 def test_workers_die_with_a_supervisor_that_is_killed(tmp_path):

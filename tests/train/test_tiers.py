@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,13 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grain
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from test_fit import Net, lines, loader, loss
 
 import dsjax
 from dsjax.checkpoint import listing
@@ -30,28 +26,6 @@ STEPS = 9
 MESHES = ({"data": 2, "fsdp": 4}, {"fsdp": 8})
 
 
-class Net(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.inner, self.outer = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 1, rngs=rngs)
-        self.drop = nnx.Dropout(0.3, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.outer(self.drop(jnp.tanh(self.inner(x))))[:, 0]
-
-
-def loss(model: Any, batch: Any) -> Any:
-    return jnp.sum((model(batch["x"]) - batch["y"]) ** 2), jnp.sum(jnp.ones_like(batch["y"]))
-
-
-def example(index: int) -> dict[str, np.ndarray]:
-    x = np.random.default_rng(int(index)).standard_normal(8).astype(np.float32)
-    return {"x": x, "y": x[0] - 2 * x[1]}
-
-
-def loader() -> grain.MapDataset:
-    return grain.MapDataset.range(40).shuffle(seed=1).map(example).repeat().batch(8, drop_remainder=True)
-
-
 def fit(directory: Path, checkpoint: Any, mesh: Any = MESHES[0], **more: Any) -> dsjax.Trainer:
     trainer = dsjax.Trainer(
         lambda rngs: Net(rngs=rngs), loss, optax.adamw(1e-2, eps=1e-4), mesh=mesh, run={"dir": str(directory)},
@@ -59,10 +33,6 @@ def fit(directory: Path, checkpoint: Any, mesh: Any = MESHES[0], **more: Any) ->
     )  # fmt: skip
     trainer.fit(loader(), steps=STEPS, eval_loader=[next(iter(loader()))], **more)
     return trainer
-
-
-def lines(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
 def losses(directory: Path) -> list[float]:
@@ -271,7 +241,12 @@ def test_a_killed_process_loses_no_line(undisturbed: list[float], tmp_path: Path
         ),
         ("kill@rank=1", "'kill@rank=1' needs step=N; kill takes step, rank, attempt"),
         ("kill@step=1,loud=2", "'kill@step=1,loud=2' knows no loud; kill takes step, rank, attempt"),
-        ("slow@step=x", "'slow@step=x': takes numbers, as in kill@step=7,rank=1"),
+        ("slow@step=x", "'slow@step=x': takes numbers from 0 on, as in kill@step=7,rank=1"),
+        (
+            "slow@step=1,seconds=nan",
+            "'slow@step=1,seconds=nan': takes numbers from 0 on, as in kill@step=7,rank=1",
+        ),
+        ("kill@step=-1", "'kill@step=-1': takes numbers from 0 on, as in kill@step=7,rank=1"),
     ],
 )
 def test_a_fault_that_is_not_understood_is_refused(text: str, fault: str) -> None:

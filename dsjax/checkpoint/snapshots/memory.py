@@ -27,18 +27,19 @@ from dsjax.checkpoint.snapshots.file import (
     read_index,
     snapshot_files,
 )
+from dsjax.checkpoint.snapshots.hosts import Hosts, remove_empty
 from dsjax.checkpoint.snapshots.partition import partition
 from dsjax.checkpoint.snapshots.peers import Peers
 from dsjax.checkpoint.snapshots.reading import Copy, LocalFiles, Snapshot
 from dsjax.checkpoint.snapshots.room import make_room, private_directory
 from dsjax.checkpoint.snapshots.sender import Sender
 from dsjax.checkpoint.snapshots.survey import Complete, complete_snapshots, open_snapshot, place
-from dsjax.checkpoint.snapshots.together import Hosts, gather, remove_empty, together
 from dsjax.checkpoint.tree import check_matches, from_stored, to_stored
 from dsjax.config.checkpoint import MemoryConfig
 from dsjax.errors import DsjaxError, InputError, InternalError
 from dsjax.files import write_atomically
 from dsjax.mesh import named_leaves
+from dsjax.processes import gather, together
 
 _RUN_FILE = ".snapshots"
 _COPIES = 2  # of each process that this one is the buddy of: one is good while the other is written
@@ -46,7 +47,7 @@ _COPIES = 2  # of each process that this one is the buddy of: one is good while 
 
 def snapshot_directory(config: MemoryConfig, run_directory: str | Path) -> Path:
     """Where the snapshots of a run lie on each host."""
-    run = Path(run_directory).absolute()
+    run = Path(run_directory).resolve()
     root = Path(config.path) if config.path else Path(f"/dev/shm/dsjax-{os.getuid()}")
     return root.absolute() / f"{run.name}-{hashlib.blake2b(str(run).encode(), digest_size=6).hexdigest()}"
 
@@ -213,7 +214,7 @@ class MemorySnapshots:
         self._pending = self._background.submit(self._guarded, self._allocate, kept)
 
     def _name_run(self) -> None:
-        if self._me == 0 and not self._run_file.exists():
+        if self._me == 0 and not (self._run_file.exists() and self._run_file.read_text()):
             try:
                 write_atomically(self._run_file, secrets.token_hex(16).encode())
             except OSError as error:

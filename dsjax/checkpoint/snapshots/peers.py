@@ -29,9 +29,10 @@ from dsjax.checkpoint.snapshots.file import (
     make_valid,
     read_index,
 )
+from dsjax.checkpoint.snapshots.hosts import Hosts, own_address
 from dsjax.checkpoint.snapshots.reading import Copy, Corner, LocalFiles, as_array
-from dsjax.checkpoint.snapshots.together import Hosts, gather, own_address
 from dsjax.errors import Damaged
+from dsjax.processes import gather
 
 _CHUNK = 4 << 20
 _TIMEOUT_SECONDS = 60.0

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from dsjax.checkpoint.snapshots.file import Index, read_index, snapshot_files
+from dsjax.checkpoint.snapshots.hosts import Hosts
 from dsjax.checkpoint.snapshots.partition import extents
 from dsjax.checkpoint.snapshots.reading import Copy, Fetch, LocalFiles, Snapshot
-from dsjax.checkpoint.snapshots.together import Hosts, gather
 from dsjax.errors import Damaged, InputError
+from dsjax.processes import gather
 
 _READERS = 4
 

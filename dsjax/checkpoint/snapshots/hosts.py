@@ -1,63 +1,19 @@
-"""What the processes of a job tell each other about their snapshots, all at once."""
+"""Which processes share a host, by the directory that they see, and where others reach this one."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from dsjax.errors import Damaged, DsjaxError
+from dsjax.processes import gather
 
 _TOKEN = ".host"
-Result = TypeVar("Result")
-
-
-def gather(message: Any) -> list[Any]:
-    """Every process's message (plain JSON), by rank; all processes call this together."""
-    if jax.process_count() == 1:
-        return [message]
-    data = zlib.compress(json.dumps(message, separators=(",", ":")).encode(), 1)
-    sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = multihost_utils.process_allgather(padded)
-    return [json.loads(zlib.decompress(row[:size].tobytes())) for row, size in zip(rows, sizes, strict=True)]
-
-
-def together(act: Callable[[], Result]) -> Result:
-    """What `act` returns; if it fails on any process, an error of every process that says on which.
-
-    Raises:
-      DsjaxError: of the kind that the first process that failed raised, with the lines of all.
-    """
-    error: DsjaxError | None = None
-    try:
-        result = act()
-    except DsjaxError as raised:
-        error = raised
-    if jax.process_count() == 1:
-        if error is not None:
-            raise error
-        return result
-    told = gather(None if error is None else [type(error).__name__, error.faults])
-    failed = {rank: said for rank, said in enumerate(told) if said is not None}
-    if not failed:
-        return result
-    kinds = {kind.__name__: kind for kind in (*DsjaxError.__subclasses__(), Damaged)}
-    kind, _ = next(iter(failed.values()))
-    lines = [f"rank {rank}: {line}" for rank, (_, faults) in failed.items() for line in faults]
-    raise kinds.get(kind, DsjaxError)(list(dict.fromkeys(lines)))
 
 
 @dataclass(frozen=True)
