@@ -96,6 +96,7 @@ HOLD = """
 import os, signal, sys, tempfile
 from pathlib import Path
 import namespaces
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell takes it away from what it starts behind `&`
 with namespaces.as_interrupt(signal.SIGTERM), namespaces.two_hosts(20) as hosts:
     names = " ".join(host.name for host in hosts)
     say = [sys.executable, "-c", f"import os, time; print('{names}', flush=True); time.sleep(60)"]
