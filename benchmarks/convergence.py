@@ -1,12 +1,17 @@
-"""What the forms of exchanged gradients cost a model: held-out loss after the same tokens, against dense exchange.
+"""What forms of exchanged gradients and number formats cost a model: held-out loss after the same tokens.
 
-    python benchmarks/convergence.py [--quick] [--json FILE] [--svg FILE]
+    python benchmarks/convergence.py [--quick] [--only codecs|policies] [--json FILE] [--svg FILE]
 
 The quickstart's model, data and optimizer, on four simulated devices of which each is a replica of its own
 (`mesh.data=4`, route flat): dense exchange of every step's gradients first, then each codec with error feedback and
 without, then DiLoCo's local steps.  All start from the same parameters, see the same examples in the same order and
 are evaluated on the whole held-out set.  The schedule of the learning rate is the quickstart's, shortened; tokens
 are fewer than there and a step has half of them, so that all runs together take about half an hour on two cores.
+
+Then number formats, exchanged densely: bf16; fp16 from the default loss scale, from one that is far too high (2^24:
+every step overflows until it has come down), also stopped half-way and resumed, and from one that is far too low
+(1: small gradients are lost until it has risen).  `overflow rate` is the share of steps skipped for the scale after
+the first tenth of the run, in which the scale finds its place; it is to stay under 0.3%.
 
 All matrices are coded, the embedding too (`grad_sync.dense=[]`, `grad_sync.min_size=0`), which leaves the norms'
 vectors dense: the share of coded numbers is a column.  Curves are the loss of each step's own batch.
@@ -15,6 +20,7 @@ vectors dense: the share of coded numbers is a column.  Curves are the loss of e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -32,7 +38,7 @@ from dsjax.backend.platform import setup
 from dsjax.config import Config, load
 from dsjax.config.schema import RuntimeConfig
 from dsjax.data import open_eval, open_train
-from dsjax.errors import ConfigError, Diverged
+from dsjax.errors import ConfigError, Diverged, Preempted
 from dsjax.train.assemble import Assembled, assemble
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -41,6 +47,7 @@ WIDTH = 110  # of the table where the output is no terminal
 # The most that held-out loss may be above that of dense exchange, with error feedback.
 AIMS = {"int8": 0.01, "int4": 0.01, "e2m4": 0.01, "topk": 0.03, "topk_int4": 0.03}
 INNER_STEPS = 10
+POLICY_AIM, OVERFLOW_AIM = 0.01, 0.003
 
 COMMON = (
     f"mesh.data={REPLICAS}", "mesh.fsdp=1", "grad_sync.route=flat", "grad_sync.dense=[]", "grad_sync.min_size=0",
@@ -60,19 +67,32 @@ QUICK = (
 
 @dataclass(frozen=True)
 class Case:
-    """A form of exchange; `feedback` is None where there is nothing to be fed back."""
+    """A form of exchange, `feedback` being None where there is nothing to be fed back; or a number format.
 
-    codec: str
+    Attributes:
+      scale: the first loss scale, where it is not the default.
+      resumed: the run is stopped half-way and resumed.
+    """
+
+    codec: str = "dense"
     feedback: bool | None = None
+    policy: str | None = None
+    scale: float | None = None
+    resumed: bool = False
 
     @property
     def facts(self) -> dict[str, Any]:
         """How it is named in results."""
+        if self.policy is not None:
+            return {"policy": self.policy, "first_scale": self.scale, "resumed": self.resumed}
         return {"codec": self.codec, "error_feedback": self.feedback}
 
     @property
     def settings(self) -> tuple[str, ...]:
         """What sets it apart from the others, as it would be typed."""
+        if self.policy is not None:
+            scale = () if self.scale is None else (f"precision.loss_scale.initial={self.scale}",)
+            return (f"precision.policy={self.policy}", *scale)
         if self.codec == "diloco":
             return (f"diloco.inner_steps={INNER_STEPS}",)
         if self.feedback is None:
@@ -80,8 +100,21 @@ class Case:
         return f"grad_sync.codec={self.codec}", f"grad_sync.error_feedback={str(self.feedback).lower()}"
 
 
-def cases(quick: bool = False) -> list[Case]:
+def cases(quick: bool = False, only: str | None = None) -> list[Case]:
     """What is trained, the reference first; `quick`: some of it."""
+    policies = [
+        Case(policy="bf16"),
+        Case(policy="fp16"),
+        Case(policy="fp16", scale=2.0**24),
+        Case(policy="fp16", scale=2.0**24, resumed=True),
+        Case(policy="fp16", scale=1.0),
+    ]
+    if only == "policies":
+        return [Case("dense"), *policies]
+    return _codecs(quick) + ([] if only == "codecs" else policies)
+
+
+def _codecs(quick: bool) -> list[Case]:
     if quick:
         return [
             Case("dense"),
@@ -99,7 +132,8 @@ def cases(quick: bool = False) -> list[Case]:
 
 def config_of(case: Case, base: Sequence[str], directory: Path) -> Config:
     """The quickstart's config, changed for a case; raises ConfigError where it does not know a setting."""
-    return load([QUICKSTART], [*COMMON, *base, *case.settings, f"run.dir={directory}"], environ={})
+    every = ("observe.log_every=1",) if case.policy is not None else ()
+    return load([QUICKSTART], [*COMMON, *base, *every, *case.settings, f"run.dir={directory}"], environ={})
 
 
 def trained(case: Case, base: Sequence[str], directory: Path) -> dict[str, Any]:
@@ -111,25 +145,36 @@ def trained(case: Case, base: Sequence[str], directory: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     try:
         config = config_of(case, base, directory)
-        job = assemble(config)
-        rows = job.trainer.rows(config.train.global_batch_size)
-        job.trainer.fit(
-            open_train(config, rows),
-            config.train.steps,
-            eval_loader={name: one.batches for name, one in open_eval(config, rows).items()},
-            on_step=lambda step, metrics: curve.append([step, metrics["loss"]]),
-            on_eval=lambda step, sets: results.update(sets),
-        )
+        for stop_after in (config.train.steps // 2, None) if case.resumed else (None,):
+            job = assemble(config)
+            rows = job.trainer.rows(config.train.global_batch_size)
+            with contextlib.suppress(Preempted):
+                job.trainer.fit(
+                    open_train(config, rows),
+                    config.train.steps,
+                    stop_after=stop_after,
+                    eval_loader={name: one.batches for name, one in open_eval(config, rows).items()},
+                    on_step=lambda step, metrics: curve.append([step, metrics["loss"]]),
+                    on_eval=lambda step, sets: results.update(sets),
+                )
     except (ConfigError, Diverged) as error:
         return {**case.facts, "curve": curve, "skipped": str(error)}
     return {
         **case.facts,
         "final_loss": results["heldout"]["loss"],
-        "overflow_rate": None,
+        "overflow_rate": overflow_rate(directory) if case.policy == "fp16" else None,
         "coded_share": coded_share(job),
         "seconds": time.perf_counter() - begun,
         "curve": curve,
     }
+
+
+def overflow_rate(directory: Path) -> float:
+    """Share of steps whose gradients overflowed, after the first tenth of a run."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    overflows = [line["overflows"] for line in lines if "overflows" in line]
+    settled = len(overflows) // 10
+    return (overflows[-1] - overflows[settled - 1]) / (len(overflows) - settled)
 
 
 def coded_share(job: Assembled) -> float:
@@ -161,32 +206,46 @@ def measure(chosen: Sequence[Case], base: Sequence[str]) -> list[dict[str, Any]]
 def aim(one: dict[str, Any]) -> str:
     """How near to the reference a case should be, and whether it is; nothing where nothing is asked of it."""
     ratio = one["ratio_to_reference"]
-    if not one["error_feedback"] or one["codec"] not in AIMS or ratio is None:
+    if ratio is None or ("codec" in one and not (one["error_feedback"] and one["codec"] in AIMS)):
         return ""
-    most = AIMS[one["codec"]]
-    return f"{most:.0%}: {'met' if ratio <= 1 + most else 'missed'}"
+    most = POLICY_AIM if "policy" in one else AIMS[one["codec"]]
+    met = ratio <= 1 + most and (one.get("overflow_rate") or 0) <= OVERFLOW_AIM
+    return f"{most:.0%}: {'met' if met else 'missed'}"
+
+
+def named(one: dict[str, Any]) -> str:
+    """What a case is called."""
+    if "codec" in one:
+        return one["codec"]
+    scale = "" if one["first_scale"] is None else f" from {one['first_scale']:.0f}"
+    return f"{one['policy']}{scale}{' resumed' if one['resumed'] else ''}"
 
 
 def table(results: Sequence[dict[str, Any]], judged: bool = True) -> Table:
     """The results as a person reads them; `judged`: with the aims, which a few steps say nothing about."""
-    shown = Table("codec", "error feedback", "held-out loss", "to dense", "aim", "coded", "seconds", box=None)
+    shown = Table(
+        "codec or format", "error feedback", "held-out loss", "to dense", "aim", "coded", "overflow rate", "seconds",
+        box=None,
+    )  # fmt: skip
     for one in results:
-        feedback = {True: "yes", False: "no", None: ""}[one["error_feedback"]]
+        feedback = {True: "yes", False: "no", None: ""}[one.get("error_feedback")]
         if "final_loss" not in one:
-            shown.add_row(one["codec"], feedback, f"skipped: {one['skipped']}")
+            shown.add_row(named(one), feedback, f"skipped: {one['skipped']}")
             continue
+        overflows = "" if one["overflow_rate"] is None else f"{one['overflow_rate']:.2%}"
         ratio = one["ratio_to_reference"]
         above = "" if ratio is None else f"{ratio - 1:+.2%}"
         shown.add_row(
-            one["codec"], feedback, f"{one['final_loss']:.4f}", above, aim(one) if judged else "",
-            f"{one['coded_share']:.1%}", f"{one['seconds']:.0f}",
+            named(one), feedback, f"{one['final_loss']:.4f}", above, aim(one) if judged else "",
+            f"{one['coded_share']:.1%}", overflows, f"{one['seconds']:.0f}",
         )  # fmt: skip
     return shown
 
 
 def lines(results: Sequence[dict[str, Any]]) -> list[Line]:
-    """The curves of the cases that have one."""
-    return [Line(one["codec"], one["error_feedback"], one["curve"]) for one in results if one.get("curve")]
+    """The curves of the forms of exchange that have one."""
+    codecs = [one for one in results if "codec" in one and one.get("curve")]
+    return [Line(one["codec"], one["error_feedback"], one["curve"]) for one in codecs]
 
 
 def main() -> int:
@@ -195,12 +254,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, under a minute")
+    parser.add_argument("--only", choices=("codecs", "policies"), help="leave the others out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the curves there")
     options = parser.parse_args()
     setup(RuntimeConfig(cpu_devices=REPLICAS, distributed="none"))
     base = QUICK if options.quick else FULL
-    chosen = cases(options.quick)
+    chosen = cases(options.quick, options.only)
     results = measure(chosen, base)
     left = [case for case in cases() if case not in chosen]
     results += [{**case.facts, "skipped": "left to a run without --quick"} for case in left]

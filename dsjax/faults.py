@@ -6,15 +6,19 @@ Several are separated by ``;``.  Each is a kind, ``@``, and what it needs:
 * ``hang@step=N``: it stops moving there;
 * ``slow@step=N,seconds=S,steps=K``: it waits S seconds before each of K steps (default 1) from step N on;
 * ``disk_full@step=N``: the first save to disk at or after step N finds no space left (``times=K``: the first K);
-* ``save_error@step=N``: that save fails with an input/output error.
+* ``save_error@step=N``: that save fails with an input/output error;
+* ``nan@step=N,steps=K``, ``inf@...``: loss and gradient of K steps (default 1) from step N on are not finite;
+* ``spike@step=N,steps=K,factor=F``: they are F times (default 100) as large as they are.
 
-All take ``rank=R`` (default: every process) and ``attempt=A``, the number of restarts by `dsjax launch` after
-which it strikes (default 0: before any; ``attempt=any``: whenever).  A fault strikes a process once.
+All take ``attempt=A``, the number of restarts by `dsjax launch` after which it strikes (default 0: before any;
+``attempt=any``: whenever), and those that are of a process ``rank=R`` (default: every one).  A fault strikes once:
+one of numbers is of a batch, whose number is that of the step until a run goes back.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import sys
@@ -31,9 +35,21 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "slow": ("step", "seconds", "steps"),
     "disk_full": ("step", "times"),
     "save_error": ("step", "times"),
+    "nan": ("step", "steps"),
+    "inf": ("step", "steps"),
+    "spike": ("step", "steps", "factor"),
 }
-_ALWAYS = ("rank", "attempt")
+_OF_NUMBERS = ("nan", "inf", "spike")
 _NUMBERS = {"disk_full": errno.ENOSPC, "save_error": errno.EIO}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Batches [first, last], from 0, whose loss and gradient are multiplied by a factor."""
+
+    first: int
+    last: int
+    factor: float
 
 
 @dataclass
@@ -45,6 +61,7 @@ class Fault:
     rank: int | None = None
     attempt: int | None = 0
     seconds: float = 1.0
+    factor: float = 100.0
     left: int = 1
     text: str = ""
 
@@ -66,6 +83,21 @@ class Faults:
         asked = [_parsed(text.strip()) for text in environ.get(VARIABLE, "").split(";") if text.strip()]
         mine = [f for f in asked if f.rank in (None, rank) and f.attempt in (None, attempt)]
         return cls(mine)
+
+    @property
+    def wrong(self) -> tuple[Wrong, ...]:
+        """Those of numbers, as the compiled step needs them: the same on all processes."""
+        factors = {"nan": math.nan, "inf": math.inf}
+        return tuple(
+            Wrong(f.step - 1, f.step + f.left - 2, factors.get(f.kind, f.factor))
+            for f in self.faults
+            if f.kind in _OF_NUMBERS
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What is going to go wrong with numbers, which no line tells when it does."""
+        return [f"{VARIABLE}: {f.text}" for f in self.faults if f.kind in _OF_NUMBERS]
 
     def before_step(self, step: int) -> None:
         """Kills, hangs or delays this process where that is asked for."""
@@ -101,7 +133,7 @@ def _parsed(text: str) -> Fault:
     kind, _, rest = text.partition("@")
     if kind not in _KINDS:
         raise ConfigError(f"{VARIABLE}: {text!r} is of no known kind; there are {', '.join(_KINDS)}")
-    takes = (*_KINDS[kind], *_ALWAYS)
+    takes = (*_KINDS[kind], *(() if kind in _OF_NUMBERS else ("rank",)), "attempt")
     given = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
     wrong = [key for key in given if key not in takes]
     if wrong or "step" not in given:
@@ -114,6 +146,7 @@ def _parsed(text: str) -> Fault:
             rank=int(given["rank"]) if "rank" in given else None,
             attempt=None if given.get("attempt") == "any" else int(given.get("attempt", 0)),
             seconds=float(given.get("seconds", 1.0)),
+            factor=float(given.get("factor", 100.0)),
             left=int(given.get("times", given.get("steps", 1))),
             text=text,
         )
@@ -122,7 +155,7 @@ def _parsed(text: str) -> Fault:
     if (
         fault is None
         or min(fault.step, fault.left, fault.rank or 0) < 0
-        or not 0 <= fault.seconds < float("inf")
+        or not (0 <= fault.seconds < math.inf and 0 <= fault.factor < math.inf)
     ):
         raise ConfigError(f"{VARIABLE}: {text!r}: takes numbers from 0 on, as in kill@step=7,rank=1")
     return fault

@@ -16,12 +16,14 @@ import optax
 from dsjax.checkpoint import DiskCheckpoints, MemorySnapshots
 from dsjax.config import from_dict
 from dsjax.config.checkpoint import MemoryConfig
+from dsjax.config.precision import LossScaleConfig
 from dsjax.mesh import make_mesh, named_leaves
 from dsjax.models import build
 from dsjax.train.losses import language_model_loss, language_model_stages
 from dsjax.train.optimizers import make_optimizer, make_schedule
 from dsjax.train.program import Program, Recipe
 from dsjax.train.resume import restore
+from dsjax.train.state import Numbers
 
 AXES = ("pipeline", "data", "fsdp", "context", "tensor")
 STEPS, BATCH, LENGTH, VOCAB = 5, 32, 32, 67
@@ -34,7 +36,7 @@ PLAIN: Mapping[str, Any] = {
     "pipeline": (1, "1f1b"), "data": 1, "fsdp": 1, "context": 1, "tensor": 1,
     "gradient_accumulation_steps": 1, "remat": "none",
     "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
-    "window": None, "layers": 5, "exchange": "plain", "restart": "none",
+    "window": None, "layers": 5, "exchange": "plain", "restart": "none", "scaled": False,
 }  # fmt: skip
 """One device, fp32, no tricks."""
 EXCHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -138,6 +140,7 @@ def program_of(settings: Mapping[str, Any], devices: Any = None, compute_dtype: 
         grad_sync=config.grad_sync,
         rows_a_pass=BATCH // parts,
         max_grad_norm=config.optimizer.max_grad_norm,
+        numbers=Numbers(loss_scale=LossScaleConfig(initial=1024.0) if settings["scaled"] else None),
         compute_dtype=compute_dtype,
         # How the devices share the work is settled before this level counts; compiling takes half the time.
         compiler_options={"xla_backend_optimization_level": 0},

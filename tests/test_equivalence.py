@@ -45,6 +45,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "layers": (5, 9),
     "exchange": ("plain", "pairs", "groups"),
     "restart": ("none", "memory", "disk"),
+    # A loss scale, as fp16 needs it, is a power of two and changes no number of fp32.
+    "scaled": (False, True),
 }
 PRODUCT = (*AXES, "gradient_accumulation_steps", "remat", "rows")
 DEVICES = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -94,6 +95,15 @@ def checkpoints_of(run: str | Path) -> Path:
     stored = Path(run) / "config.yaml"
     disk = load([stored], environ={}).checkpoint.disk if stored.exists() else DiskConfig()
     return disk.directory(run)
+
+
+def put_aside(checkpoint: Path, why: str) -> None:
+    """Gives a checkpoint another name (STEP.why), by which nothing takes it for one, in place of what has that name."""
+    to = checkpoint.with_name(f"{checkpoint.name}.{why}")
+    with contextlib.suppress(OSError):
+        if to.exists() and checkpoint.exists():
+            shutil.rmtree(to)
+        checkpoint.rename(to)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,11 @@ class RemoteCheckpoints:
         for store in self._stores:
             store.ask(step, path)
 
+    def forget_after(self, step: int) -> None:
+        """Removes copies of later steps, whose past did not last; call it on process 0."""
+        for store in self._stores:
+            store.forget_after(step)
+
     def busy(self) -> set[int]:
         """Steps whose files on disk are still needed."""
         return {step for store in self._stores for step in store.wanted()}
@@ -178,6 +183,7 @@ class _Store:
         self._change = threading.Condition()
         self._asked: tuple[int, Path] | None = None
         self._doing: tuple[int, Path] | None = None
+        self._forgotten: tuple[int, Path] | None = None
         self._thread: threading.Thread | None = None
 
     def steps(self) -> list[int]:
@@ -216,10 +222,26 @@ class _Store:
         """Has a step copied next, in place of one that is still waiting."""
         with self._change:
             self._asked = step, path
+            self._forgotten = None
             self._change.notify_all()
             if self._thread is None and not self._pace.stop.is_set():
                 self._thread = threading.Thread(target=self._work, name=f"copy to {self.url}", daemon=True)
                 self._thread.start()
+
+    def forget_after(self, step: int) -> None:
+        """Removes copies of later steps, one that is being made when it is done; a store that fails is told of."""
+        with self._change:
+            if self._asked is not None and self._asked[0] > step:
+                self._asked = None
+            if self._doing is not None and self._doing[0] > step:
+                self._forgotten = self._doing
+        try:
+            for later in copies.stored_steps(self.store):
+                if later > step:
+                    copies.remove(self.store, later)
+        except Exception as error:
+            told = f"{self.url}: copies after step {step} were not removed: {copies.reason(error)}"
+            self._owner.on_event("copy_failed", url=self.url, step=step, reason=told, tries=1)
 
     def wanted(self) -> list[int]:
         with self._change:
@@ -263,6 +285,9 @@ class _Store:
             try:
                 done = copies.send(self.store, step, path, self._pace)
                 seconds = round(time.monotonic() - begin, 3)
+                if self._forgotten == (step, path):
+                    copies.remove(self.store, step)
+                    return
                 self._owner.on_event("checkpoint_copied", url=self.url, step=step, seconds=seconds, **done)
                 self._prune()
                 return

@@ -32,6 +32,7 @@ from dsjax.config.fields import (
     one_or_many,
 )
 from dsjax.config.parallel import MeshConfig, PipelineConfig
+from dsjax.config.precision import PrecisionConfig, StabilityConfig
 
 
 class RunConfig(Section):
@@ -305,24 +306,6 @@ class OptimizerConfig(Section):
         "parameters take no optimizer memory.",
     )
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="Learning-rate schedule.")
-
-
-class PrecisionConfig(Section):
-    """Number formats."""
-
-    policy: Literal["auto", "fp32", "bf16"] = described(
-        "auto", "Type of matrix products. auto: bf16 on GPU and TPU, fp32 on CPU."
-    )
-    params: Literal["float32"] = described("float32", "Type of the master parameters.")
-
-
-class StabilityConfig(Section):
-    """What happens when numbers go wrong."""
-
-    on_nonfinite: Literal["skip"] = described(
-        "skip", "A step whose loss or gradient is not finite changes no parameter."
-    )
-    give_up_after: PositiveInt = described(10, "End with exit code 3 after this many skipped steps in a row.")
 
 
 class WandbConfig(Section):

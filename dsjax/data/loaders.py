@@ -33,6 +33,10 @@ class StepLoader(ABC):
     def iterate(self, start: int) -> Iterator[Any]:
         """Batches number `start` (from 0), `start` + 1, ..."""
 
+    def examples(self, batch: int) -> list[str]:
+        """Ids of the examples in this process's part of a batch, as far as they are known."""
+        return []
+
     def state(self, step: int) -> Any:
         """What `restore` needs beside the number of the next batch, as JSON can hold it; or None."""
         return None
@@ -78,6 +82,9 @@ class _TrainDataLoader(StepLoader):
         self._data = data
         self.notes = data.describe()
         self.log_examples = data.log_examples
+
+    def examples(self, batch: int) -> list[str]:
+        return self._data.example_ids(batch)
 
     def iterate(self, start: int) -> Iterator[Any]:
         return self._data.iterate(start)

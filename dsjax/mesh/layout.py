@@ -12,7 +12,7 @@ import contextvars
 import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,11 @@ class Layout:
     places: Mapping[str, P] = field(default_factory=dict)
     param_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PARAM_RULES)
     activation_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ACTIVATION_RULES)
+
+    @property
+    def exact(self) -> Layout:
+        """The same where parameters are gathered as they are stored."""
+        return replace(self, gather_dtype=None)
 
     def axis_size(self, axis: str) -> int:
         """Devices along a mesh axis."""

@@ -89,12 +89,22 @@ class Pipeline:
       layers, states: this stage's layers [virtual * layers, ...]: parameters, other variables.
       rest: parameters before and after the layers, as `embed` and `head` use them.
       ordered: collectives run one after the other, as the devices of a CPU want it.
+      seed: float32 [], what the gradient of a loss starts from; None: 1.
     """
 
     def __init__(
-        self, parts: Parts, work: Work, layers: Any, states: Any, rest: Any, *, ordered: bool = False
+        self,
+        parts: Parts,
+        work: Work,
+        layers: Any,
+        states: Any,
+        rest: Any,
+        *,
+        ordered: bool = False,
+        seed: Any = None,
     ):
         self.parts, self.work, self.ordered = parts, work, ordered
+        self.seed = jnp.ones(()) if seed is None else seed
         self.layers, self.states, self.rest = layers, states, rest
         self.stage = lax.axis_index(AXIS)
         self.recompute = work.slots.keep == "inputs"
@@ -334,7 +344,7 @@ class Pipeline:
         loss, pull, (weight, extras) = jax.vjp(
             lambda rest, y: self.parts.head(rest, y, m), self.rest, y, has_aux=True
         )
-        more, gradient = pull(jnp.ones_like(loss))
+        more, gradient = pull(self.seed.astype(loss.dtype))
         return gradient, _added(sums, (loss, weight, extras)), _summed(grads, more)
 
     def _embedding(self, grads: Any, gradient: Any, m: Any) -> Any:
@@ -344,13 +354,13 @@ class Pipeline:
     def _one_backward(
         self, row: Any, base: Any, layer: Any, m: Any, kept: Any, gradient: Any, grads: Any
     ) -> Any:
-        more, dx = self.vjp.backward(*self._layer(base + layer), m, kept, (gradient, jnp.ones(())))
+        more, dx = self.vjp.backward(*self._layer(base + layer), m, kept, (gradient, self.seed))
         return dx, _add_at(grads, more, base + layer)
 
     def _one_input_gradient(
         self, row: Any, base: Any, layer: Any, m: Any, kept: Any, gradient: Any, crossing: Any
     ) -> Any:
-        left, dx = self.vjp.backward_input(*self._layer(base + layer), m, kept, (gradient, jnp.ones(())))
+        left, dx = self.vjp.backward_input(*self._layer(base + layer), m, kept, (gradient, self.seed))
         return dx, _put(crossing, left, row["write_crossing"], layer)
 
     def _weight(self, row: Any, carry: _Carry) -> _Carry:

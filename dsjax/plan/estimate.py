@@ -12,7 +12,7 @@ from dsjax.plan.cost import PEAK, Reached, corrected, unit_notes
 from dsjax.plan.measured import correction
 from dsjax.plan.result import Flops, Forecast, Plan, Roofline, Traffic
 from dsjax.plan.settings import settings_of, with_money
-from dsjax.plan.wire import dtype_of, exchanged, sent
+from dsjax.plan.wire import exchanged, sent
 from dsjax.plan.words import target_notes
 
 # Passes over a layer's residual and feed-forward activations outside of matrix products.
@@ -29,7 +29,7 @@ def compute_seconds(laid: Laid, reached: Reached) -> tuple[float, float]:
     flops = each * laid.tokens * again / laid.target.size
     passes = _PASSES * sizes.layers * laid.item * laid.tokens_a_device * laid.microbatches
     moved = passes * (sizes.hidden + sizes.feed_forward) / laid.tensor + 2 * sum(laid.state)
-    return flops / reached.flops(chip, dtype_of(laid)), moved / chip.memory.bandwidth / reached.memory
+    return flops / reached.flops(chip, laid.dtype), moved / chip.memory.bandwidth / reached.memory
 
 
 def traffic(laid: Laid) -> tuple[Traffic, ...]:
@@ -116,13 +116,13 @@ def plan_of(laid: Laid, tokens: float | None, reason: str) -> Plan:
             node=sum(t.seconds for t in wired if not t.crosses),
             network=sum(t.seconds for t in wired if t.crosses),
         ),
-        forecast=with_money(forecast(laid), laid.target, dtype_of(laid), flops, laid.tokens, tokens),
+        forecast=with_money(forecast(laid), laid.target, laid.dtype, flops, laid.tokens, tokens),
         compile_seconds=0.0,
         notes=(
             f"NOT COMPILED, estimated by formulas: {reason}",
             *target_notes(laid.target),
             *correction(laid.target).notes,
-            *unit_notes(laid.target.chip, dtype_of(laid)),
+            *unit_notes(laid.target.chip, laid.dtype),
             *vocabulary_notes(laid.config),
         ),
         pipeline=estimate_stages.told(laid, correction(laid.target).reached) if laid.stacking else None,

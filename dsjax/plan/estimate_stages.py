@@ -11,7 +11,7 @@ from dsjax.plan.cost import Reached
 from dsjax.plan.laid import Laid
 from dsjax.plan.result import Forecast, Pipelined, Traffic
 from dsjax.plan.timetable import Units, pipelined
-from dsjax.plan.wire import dtype_of, exchanged, sent
+from dsjax.plan.wire import exchanged, sent
 
 # Passes over a layer's residual and feed-forward activations outside of matrix products, of a forward.
 _PASSES = 13
@@ -54,7 +54,7 @@ def _forward(laid: Laid, reached: Reached) -> float:
     each = (laid.model.flops_per_token(laid.config.train.sequence_length) or 0.0) / 3
     flops = tokens * (each - 2.0 * sizes.hidden * sizes.vocabulary) / sizes.layers
     moved = _PASSES * laid.item * tokens * (sizes.hidden + sizes.feed_forward) + _used(laid, sizes.layer)
-    return flops / reached.flops(laid.target.chip, dtype_of(laid)) + _moving(laid, reached, moved)
+    return flops / reached.flops(laid.target.chip, laid.dtype) + _moving(laid, reached, moved)
 
 
 def _head(laid: Laid, reached: Reached) -> float:
@@ -64,7 +64,7 @@ def _head(laid: Laid, reached: Reached) -> float:
     head = sizes.hidden * sizes.vocabulary
     # Logits and their gradient in fp32 and in the type of products; the head's gradient through its chunks.
     moved = 3 * (4 + laid.item) * tokens * sizes.vocabulary + _used(laid, head) + 20 * head / laid.tensor
-    return flops / reached.flops(laid.target.chip, dtype_of(laid)) + _moving(laid, reached, moved)
+    return flops / reached.flops(laid.target.chip, laid.dtype) + _moving(laid, reached, moved)
 
 
 def _used(laid: Laid, elements: float) -> float:

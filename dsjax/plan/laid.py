@@ -151,6 +151,12 @@ class Laid:
         """Bytes of an element in the type of matrix products."""
         return int(np.dtype(compute_dtype(self.config.precision.policy, self.target.chip.kind)).itemsize)
 
+    @property
+    def dtype(self) -> str:
+        """The type of matrix products, as HLO names it."""
+        name = np.dtype(compute_dtype(self.config.precision.policy, self.target.chip.kind)).name
+        return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[name]
+
 
 def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
     """A run on a target, as far as formulas need it.

@@ -15,11 +15,6 @@ from dsjax.plan.laid import Laid
 from dsjax.plan.result import Traffic
 
 
-def dtype_of(laid: Laid) -> str:
-    """The type of most products, as HLO names it."""
-    return {2: "bf16", 4: "f32"}[laid.item]
-
-
 def sent(laid: Laid, kind: str, axes: tuple[str, ...], times: int, size: float, dtype: str = "") -> Traffic:
     """Collectives of a step.
 
@@ -29,7 +24,7 @@ def sent(laid: Laid, kind: str, axes: tuple[str, ...], times: int, size: float, 
     """
     members = math.prod(laid.mesh[axis] for axis in axes)
     together = together_along(laid.target, laid.mesh, axes)
-    return _between(laid, kind, axes, times, size, dtype or dtype_of(laid), (members, together))
+    return _between(laid, kind, axes, times, size, dtype or laid.dtype, (members, together))
 
 
 def _between(

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-POLICIES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+POLICIES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 _KEEP_FP32 = (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.BatchNorm)
 
 

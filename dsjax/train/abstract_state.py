@@ -17,7 +17,7 @@ from dsjax.grad_sync import Exchange, residual_specs
 from dsjax.grad_sync.residuals import shapes as residual_shapes
 from dsjax.mesh import Layout, path_name
 from dsjax.train.optimizers import optimizer_shardings
-from dsjax.train.state import State, first_state
+from dsjax.train.state import UNSCALED, Numbers, State, first_state
 
 
 def abstract_state(
@@ -27,11 +27,13 @@ def abstract_state(
     params: nnx.State,
     model_state: nnx.State,
     apart: bool = False,
+    numbers: Numbers = UNSCALED,
 ) -> State:
     """The state of abstract parameters and other variables, with the places of all arrays on the mesh.
 
     Args:
       apart: replicas train apart and each has parameters and an optimizer of its own.
+      numbers: what keeps them in range, as far as it has a state.
     """
     mesh = layout.mesh
     replicated, fallback = NamedSharding(mesh, P()), Layout(mesh)
@@ -39,7 +41,7 @@ def abstract_state(
     residuals = residual_shapes(exchange) if exchange is not None else {}
     replicas = exchange.route.replicas if exchange is not None and apart else None
     shapes = jax.eval_shape(
-        partial(first_state, replicas=replicas), params, model_state, opt_state, residuals
+        partial(first_state, replicas=replicas, numbers=numbers), params, model_state, opt_state, residuals
     )
     places = layout.param_shardings(params)
 

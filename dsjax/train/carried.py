@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax.grad_sync import Exchange
 from dsjax.grad_sync.residuals import exchange_of, facts_of, laid, meaning, regrouped, shapes
-from dsjax.mesh import AXES
+from dsjax.mesh import AXES, map_named, named_leaves
 from dsjax.pipelining.partition import restacked
 from dsjax.train.program import Program
 from dsjax.train.stacking import Held
-from dsjax.train.state import State, each_its_own
+from dsjax.train.state import State, each_its_own, first_guards, guards_of
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,62 @@ class Kept:
         return jax.vmap(lambda x: restacked(x, before, now))(numbers)
 
 
+@dataclass(frozen=True)
+class Guards:
+    """The guards of a checkpoint's numbers, and what becomes of them: those that are not as here begin anew.
+
+    Attributes:
+      told: name -> leaf -> [shape, type] of those that the checkpoint holds.
+    """
+
+    program: Program
+    told: Mapping[str, Mapping[str, Any]]
+
+    @staticmethod
+    def of(program: Program, facts: Mapping[str, Any]) -> Guards:
+        """Those of a checkpoint by its facts."""
+        return Guards(program, facts.get("guards") or {})
+
+    @property
+    def stored(self) -> dict[str, dict[str, Any]]:
+        """Abstract, to be read."""
+        place = self.program.replicated
+        return {
+            name: {
+                leaf: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=place)
+                for leaf, (shape, dtype) in leaves.items()
+            }
+            for name, leaves in self.told.items()
+        }
+
+    @property
+    def anew(self) -> list[str]:
+        """Names of those that are wanted and not in the checkpoint as they are wanted."""
+        wanted = guards_of(self.program.abstract_state.guards)
+        return [name for name, leaves in wanted.items() if self.told.get(name) != leaves]
+
+    def carried(self, read: Mapping[str, Any]) -> dict[str, Any]:
+        """The program's guards, in their places."""
+        abstract = self.program.abstract_state
+        # Of parameters their names alone are looked at.
+        first = partial(first_guards, self.program.numbers, abstract.params)
+        guards = jax.jit(first, out_shardings=self.program.state_shardings.guards)()
+        for name in guards.keys() - set(self.anew):
+            leaves = named_leaves(read[name])
+            guards[name] = map_named(lambda path, _, leaves=leaves: leaves[path], guards[name])
+        return guards
+
+    @property
+    def notes(self) -> list[str]:
+        """For people."""
+        return [f"{_GUARDS[name]} begins anew: the checkpoint holds none like it" for name in self.anew]
+
+
+_GUARDS = {
+    "scaling": "the loss scale",
+    "clipping": "the history that gradients are clipped by",
+    "cooling": "the time of a lowered learning rate",
+}
 _NONE = "the checkpoint holds no residuals of error feedback: they begin at 0"
 _LEFT_OUT = "the checkpoint's residuals of error feedback are left out: nothing here keeps any"
 _TURNED = "residuals of error feedback begin at 0: the checkpoint's are of blocks that were turned otherwise"

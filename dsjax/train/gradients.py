@@ -22,6 +22,7 @@ from dsjax.models import Stages
 from dsjax.train.losses import Extras, normalised
 from dsjax.train.pipelined import Pipelining
 from dsjax.train.randomness import ExampleContext, at_step, examples
+from dsjax.train.state import UNSCALED, Numbers
 
 Batch = Mapping[str, Any]
 Loss = Callable[[nnx.Module, Any], Any]
@@ -43,6 +44,8 @@ class StepParts:
       pipelining: the stages and schedule of a mesh with `pipeline`; the loss is then theirs.
       exchange: of gradients between the replicas of `data`; None: there is one.
       apart: how workers train apart and meet; None: they exchange gradients at every step.
+      numbers: how they are kept in range.
+      exact: the same in fp32, by which a step that is not finite is computed again; None: it is not.
     """
 
     graph: nnx.GraphDef
@@ -56,6 +59,8 @@ class StepParts:
     pipelining: Pipelining | None = None
     exchange: Exchange | None = None
     apart: DilocoConfig | None = None
+    numbers: Numbers = UNSCALED
+    exact: StepParts | None = None
 
 
 @dataclass
@@ -80,12 +85,18 @@ class Microbatches:
       positions: int32 [A, B], each example's place in the global batch.
       step: int32 [], the step's number.
       number: index of a microbatch -> its number, for random draws that are not by example.
+      seed: float32 [], what the gradient of a loss starts from: gradients are larger by it; None: 1.
     """
 
     batch: Batch
     positions: jax.Array
     step: jax.Array
     number: Callable[[Any], Any] = lambda index: index
+    seed: jax.Array | None = None
+
+    def unit(self, weight: jax.Array) -> jax.Array:
+        """What sums of gradients are divided by, for the mean over examples of a weight."""
+        return weight if self.seed is None else weight * self.seed
 
     def __len__(self) -> int:
         return self.positions.shape[0]
@@ -124,9 +135,15 @@ def of_microbatch(
         total = jax.checkpoint(total)
     elif parts.remat == "dots":
         total = jax.checkpoint(total, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    (loss, (weight, extras, new_state)), grads = jax.value_and_grad(total, has_aux=True)(params, model_state)
+    loss, pull, (weight, extras, new_state) = jax.vjp(lambda p: total(p, model_state), params, has_aux=True)
+    (grads,) = pull(started(loss, given.seed))
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     return Sums(loss, weight, extras, grads), new_state
+
+
+def started(loss: jax.Array, seed: jax.Array | None) -> jax.Array:
+    """What the gradient of a loss starts from, in its type."""
+    return jnp.ones_like(loss) if seed is None else seed.astype(loss.dtype)
 
 
 def _kept_state(model: nnx.Module, before: nnx.State) -> nnx.State:

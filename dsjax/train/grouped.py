@@ -18,7 +18,7 @@ from jax import lax
 from dsjax.grad_sync import AXIS, Exchange, mean, seed_of
 from dsjax.grad_sync.residuals import part
 from dsjax.mesh import Layout, map_named, named_leaves
-from dsjax.train.gradients import Microbatches, StepParts, Sums, accumulated
+from dsjax.train.gradients import Microbatches, StepParts, Sums, accumulated, started
 from dsjax.train.losses import Extras, merged, normalised, split_stack, stack_of, through_layers, whole_stack
 from dsjax.train.randomness import ExampleContext, at_step, examples
 from dsjax.train.state import statistics
@@ -60,16 +60,16 @@ def exchanged_in_groups(
     sums = (loss + added, weight, merged(extras, named))
     if before is not None:
         sums = jax.tree.map(jnp.add, sums, (before.loss, before.weight, before.extras))
-    sums, one = _all_there(parts.layout, (lax.psum(sums, AXIS), jnp.ones_like(loss)))
+    sums, seed = _all_there(parts.layout, (lax.psum(sums, AXIS), started(loss, given.seed)))
 
     # Backward; what is complete leaves at once.
-    leaving = _Leaving(parts, exchange, residuals, before, sums[1], seed_of(given.step))
-    d_rest, dx = back_from_head(one)
+    leaving = _Leaving(parts, exchange, residuals, before, given.unit(sums[1]), seed_of(given.step))
+    d_rest, dx = back_from_head(seed)
     of_embed = _used(last.embed, last.rest)
     d_rest = named_leaves(d_rest)
     dx = leaving.whole({path: g for path, g in d_rest.items() if path not in of_embed}, dx)
     for index, (start, end) in [*enumerate(windows)][::-1]:
-        grads, dx = back[index]((dx, jnp.ones_like(added)))
+        grads, dx = back[index]((dx, started(added, given.seed)))
         stacked = {f"{last.stages.layers}/{path}": g for path, g in named_leaves(grads).items()}
         dx = leaving.window(stacked, index, start, end, dx)
     (d_embed,) = back_to_embed(dx)

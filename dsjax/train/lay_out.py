@@ -5,19 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dsjax.config import Config
 from dsjax.config.parallel import PipelineConfig
 from dsjax.data.rows import empty_rows
+from dsjax.faults import Wrong
 from dsjax.mesh import batch_shards
 from dsjax.precision import compute_dtype
 from dsjax.train.program import Program, Recipe
 from dsjax.train.stacking import refuse_empty_slots
 from dsjax.train.stage_costs import Costs, costs_of
+from dsjax.train.state import Numbers
 
 
-def lay_out(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh, **more: Any) -> Program:
-    """The program of a recipe under a config's settings; `more` are `Program`'s own.
+def lay_out(
+    recipe: Recipe,
+    config: Config,
+    mesh: jax.sharding.Mesh,
+    wrong: tuple[Wrong, ...] = (),
+    **more: Any,
+) -> Program:
+    """The program of a recipe under a config's settings and with faults; `more` are `Program`'s own.
 
     Raises:
       ConfigError: parameters that do not divide over the mesh, or an optimizer that unused slots would mislead.
@@ -36,11 +45,27 @@ def lay_out(recipe: Recipe, config: Config, mesh: jax.sharding.Mesh, **more: Any
         compute_dtype=compute_dtype(config.precision.policy, platform),
         trainable=tuple(config.optimizer.trainable),
         max_grad_norm=config.optimizer.max_grad_norm,
+        numbers=_numbers(config, platform, wrong),
         remat=train.remat if recipe.remat_by_step else "none",
         **more,
     )
     refuse_empty_slots(config.optimizer.kind, program.stacking)
     return program
+
+
+def _numbers(config: Config, platform: str, wrong: tuple[Wrong, ...]) -> Numbers:
+    """How numbers are kept in range."""
+    fp16 = compute_dtype(config.precision.policy, platform) == jnp.float16
+    stability = config.stability
+    return Numbers(
+        loss_scale=config.precision.loss_scale if fp16 else None,
+        clip=stability if stability.clip == "median" else None,
+        cooled=stability.rollback_learning_rate
+        if stability.on_nonfinite == "rollback" and stability.rollback_learning_rate < 1
+        else None,
+        recompute=stability.on_nonfinite == "recompute",
+        wrong=wrong,
+    )
 
 
 def _pipeline(config: Config) -> PipelineConfig:

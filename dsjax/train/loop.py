@@ -16,6 +16,7 @@ import jax
 from dsjax.errors import InputError, OutOfDeviceMemory, Preempted
 from dsjax.faults import Faults
 from dsjax.processes import everywhere
+from dsjax.stability.watch import Astray
 from dsjax.train.balance import Balancer
 from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory
 from dsjax.train.program import Program
@@ -43,6 +44,7 @@ class Plan:
       on_program: called with the program that takes over, when a pipeline's stages are balanced anew.
       evaluate_first: the evaluation of the state that the loop starts from is still owed.
       faults: those to be injected.
+      roll_back: gives the state to go on from when the run has gone astray (`Rollback`).
     """
 
     steps: int
@@ -55,6 +57,7 @@ class Plan:
     on_program: Callable[[Program], None] = lambda program: None
     evaluate_first: bool = False
     faults: Faults = field(default_factory=Faults)
+    roll_back: Callable[[Program, Astray, int, int], State] | None = None
 
 
 def run_loop(
@@ -98,6 +101,14 @@ def run_loop(
         votes = balancer.votes(program.votes(asked))
         state, metrics = _one_step(program, state, placed, votes, recorder)
         recorder.step_done(step, metrics, waited)
+        if step == last_of_call:
+            recorder.drain()
+        if recorder.astray is not None and plan.roll_back is not None:
+            del state  # the one that comes takes its room
+            state = plan.roll_back(program, recorder.astray, step, offset)
+            step, offset = int(state.step), int(state.data_step) - int(state.step)
+            recorder.start_clock()
+            continue
         if step == plan.steps:
             break
         if recorder.asked & STOP or (alone and stop.requested):

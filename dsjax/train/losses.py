@@ -20,7 +20,7 @@ from dsjax.train.randomness import sequence_positions
 
 # Names of a line of metrics.jsonl.
 RESERVED = {
-    "step", "loss", "tokens", "tokens_seen", "grad_norm", "learning_rate", "loss_scale", "step_seconds",
+    "step", "loss", "tokens", "tokens_seen", "grad_norm", "learning_rate", "loss_scale", "overflows", "step_seconds",
     "tokens_per_second", "tokens_per_second_per_device", "input_wait_seconds", "mfu", "peak_memory_bytes",
     "time", "eval", "perplexity",
 }  # fmt: skip

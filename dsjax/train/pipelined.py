@@ -69,15 +69,22 @@ class _Call:
 
 
 def pipelined(
-    graph: Any, layout: Layout, pipelining: Pipelining, exchange: Exchange | None, state: Any, batch: Any
+    graph: Any,
+    layout: Layout,
+    pipelining: Pipelining,
+    exchange: Exchange | None,
+    state: Any,
+    batch: Any,
+    seed: Any = None,
 ) -> tuple[tuple[Any, Any, Any], Any, Any]:
     """Sums (loss, weight, extras), the mean gradient in its parameters' places, fp32, and residuals.
 
     Args:
       exchange: of gradients between the replicas of `data`; None: there is one.
       batch: arrays [A * M, rows, ...]: M microbatches a pass of the pipeline, A passes.
+      seed: float32 [], what the gradient of a loss starts from; None: 1.
     """
-    call, body, specs, arguments = _set_up(graph, layout, pipelining, state, batch)
+    call, body, specs, arguments = _set_up(graph, layout, pipelining, state, batch, seed)
 
     def gradients(residuals: Any, *arguments: Any) -> Any:
         return body(lambda stages: stages.gradients(exchange, residuals), *arguments)
@@ -103,7 +110,9 @@ def probed(
     return shard_map_over(call.layout, probe, specs, P((AXIS, *BATCH_AXES)))(*arguments), after * 2
 
 
-def _set_up(graph: Any, layout: Layout, pipelining: Pipelining, state: Any, batch: Any) -> Any:
+def _set_up(
+    graph: Any, layout: Layout, pipelining: Pipelining, state: Any, batch: Any, seed: Any = None
+) -> Any:
     """What stands around the body: (call, a function of a task and the arguments, their specs, the arguments)."""
     call = _Call(graph, pipelining.stages, inside(layout, _LOCAL, state.params, state.model_state), True)
     count = pipelining.work.schedule.microbatches
@@ -111,13 +120,13 @@ def _set_up(graph: Any, layout: Layout, pipelining: Pipelining, state: Any, batc
     places = jnp.arange(lead[0] * lead[1], dtype=jnp.int32).reshape(lead)
     batch, places = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), (batch, places))
 
-    def body(task: Any, params: Any, model_state: Any, batch: Any, places: Any, step: Any) -> Any:
+    def body(task: Any, params: Any, model_state: Any, batch: Any, places: Any, now: Any) -> Any:
         with use_layout(call.layout):
-            return task(_Body(call, pipelining.work, params, model_state, batch, places, step))
+            return task(_Body(call, pipelining.work, params, model_state, batch, places, *now))
 
     specs = [manual_specs(call.layout, tree) for tree in (state.params, state.model_state)]
     rows = P(None, None, BATCH_AXES)
-    given = (state.params, state.model_state, batch, places, state.step)
+    given = (state.params, state.model_state, batch, places, (state.step, seed))
     return call, body, (*specs, rows, rows, P()), given
 
 
@@ -125,9 +134,17 @@ class _Body:
     """The stages of one device, set up inside the shard_map."""
 
     def __init__(
-        self, call: _Call, work: Work, params: Any, model_state: Any, batch: Any, places: Any, step: Any
+        self,
+        call: _Call,
+        work: Work,
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        places: Any,
+        step: Any,
+        seed: Any = None,
     ):
-        self.call, self.work, self.step = call, work, step
+        self.call, self.work, self.step, self.seed = call, work, step, seed
         self.batch, self.places = batch, places
         params, model_state = (_over_stages(call.layout, tree) for tree in (params, model_state))
         if call.layout.fsdp_gather == "step":
@@ -147,7 +164,9 @@ class _Body:
         stack, rest = (self.layers, self.states), (self.rest, self.others)
         parts = _parts(self.call, stack, rest, data, lambda m: (self.step, (first + m) * shards + shard))
         ordered = self.call.layout.on_cpu
-        return Pipeline(parts, self.work, self.layers, self.states, self.rest, ordered=ordered)
+        return Pipeline(
+            parts, self.work, self.layers, self.states, self.rest, ordered=ordered, seed=self.seed
+        )
 
     def start(self) -> tuple[Pipeline, tuple[Any, Any, Any]]:
         """The first pass's pipeline, and sums and gradients before its first microbatch."""
@@ -164,7 +183,8 @@ class _Body:
             carry = lax.fori_loop(0, passes, lambda i, carry: self.pipeline(i).gradients(*carry), carry)
         layout = self.call.layout
         sums = lax.psum(carry[0], layout.local)
-        grads = map_named(partial(_reduced, layout), mean(self.call.whole(*carry[1:]), sums[1]))
+        unit = sums[1] if self.seed is None else sums[1] * self.seed
+        grads = map_named(partial(_reduced, layout), mean(self.call.whole(*carry[1:]), unit))
         if exchange is not None:
             grads, residuals = exchange(layout, grads, residuals, seed_of(self.step))
         return sums, grads, residuals

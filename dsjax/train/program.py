@@ -45,7 +45,7 @@ from dsjax.train.memory import (
 from dsjax.train.pipelined import probed, refuse_permutes
 from dsjax.train.stacking import Found, Held, Stack, microbatches_of, stacking_of
 from dsjax.train.stage_costs import Costs
-from dsjax.train.state import State, first_state, statistics
+from dsjax.train.state import UNSCALED, Numbers, State, first_state, guards_of, statistics
 from dsjax.train.step import eval_step, train_step
 
 MakeOptimizer = Callable[[Callable[[str], Any]], optax.GradientTransformation]
@@ -81,6 +81,7 @@ class Program:
     Args:
       compute_dtype: type of matrix products.
       trainable: path patterns of the parameters to train; empty: all.
+      numbers: how they are kept in range.
       max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync, diloco: as in the config.
       topology: which devices are near to each other; by default as they say themselves.
       rows_a_pass: rows of a batch shard in a pass of the pipeline, where they are known.
@@ -102,6 +103,7 @@ class Program:
     compute_dtype: Any = jnp.float32
     trainable: tuple[str, ...] = ()
     max_grad_norm: float | None = None
+    numbers: Numbers = UNSCALED
     remat: str = "none"
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     grad_sync: GradSyncConfig = field(default_factory=GradSyncConfig)
@@ -148,10 +150,14 @@ class Program:
         apart = self.diloco if self.diloco.inner_steps and exchange is not None else None
         self.parts = StepParts(
             graph, recipe.loss, optimizer, recipe.schedule, self.layout, self.max_grad_norm, self.remat,
-            recipe.stages, self.stacking.pipelining if self.stacking else None, exchange, apart,
+            recipe.stages, self.stacking.pipelining if self.stacking else None, exchange, apart, self.numbers,
         )  # fmt: skip
+        if self.numbers.recompute and self.compute_dtype != jnp.float32 and apart is None:
+            model = nnx.eval_shape(lambda: self._model(jax.random.key(0), jnp.float32))
+            exact = replace(self.parts, graph=nnx.split(model)[0], layout=self.layout.exact)
+            self.parts = replace(self.parts, exact=exact)
         self.abstract_state = abstract_state(
-            self.layout, optimizer, exchange, params, model_state, apart is not None
+            self.layout, optimizer, exchange, params, model_state, apart is not None, self.numbers
         )
         self.state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         # Shards of the batch, and how many of them are this process's: the same at every step.
@@ -161,11 +167,11 @@ class Program:
         self._evals: dict[Any, Any] = {}
         self._votes: dict[int, jax.Array] = {}
 
-    def _model(self, key: jax.Array) -> nnx.Module:
+    def _model(self, key: jax.Array, dtype: Any = None) -> nnx.Module:
         model = self.recipe.init(nnx.Rngs(key))
         if not isinstance(model, nnx.Module):
             raise ConfigError(f"init: returns a flax.nnx.Module, got {type(model).__name__}")
-        return apply_policy(model, self.compute_dtype)
+        return apply_policy(model, self.compute_dtype if dtype is None else dtype)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -207,7 +213,7 @@ class Program:
             params, model_state = map(self._stored, states)
             residuals = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.abstract_state.residuals)
             return first_state(
-                params, model_state, self.parts.optimizer.init(params), residuals, self.workers
+                params, model_state, self.parts.optimizer.init(params), residuals, self.workers, self.numbers
             )
 
         started = time.monotonic()
@@ -277,6 +283,7 @@ class Program:
             "balanced": self.found.facts(self.stacking, self._under),
             "residuals": facts_of(self.parts.exchange),
             "workers": self.workers,
+            "guards": guards_of(self.abstract_state.guards),
         }
 
     @property

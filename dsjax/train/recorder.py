@@ -17,6 +17,7 @@ from dsjax.config.schema import ObserveConfig
 from dsjax.errors import Diverged
 from dsjax.observe import EventLog, MetricsLog, Progress, open_sinks
 from dsjax.observe.heartbeat import Heartbeat
+from dsjax.stability.watch import Astray, Watch
 from dsjax.train.memory import peak_bytes
 
 # Steps whose metrics may still be on the device: the host prepares the next steps meanwhile.
@@ -64,6 +65,7 @@ class Recorder:
         on_step: OnStep | None = None,
         unit: str = "tokens",
         heartbeat: Heartbeat | None = None,
+        watch: Watch,
     ):
         primary = jax.process_index() == 0
         self.metrics = MetricsLog(run_dir, enabled=primary)
@@ -80,7 +82,8 @@ class Recorder:
         self._waits: list[float] = []
         self._heartbeat = heartbeat or Heartbeat()
         self.asked = 0  # by any process, since it was last cleared
-        self.skipped_in_a_row = 0
+        self._skipped_in_a_row = 0
+        self._watch = watch
         self.step = first_step
         self.last_record: dict[str, Any] = {}
         # Of a pipeline's stages, for a microbatch, when they were last timed; told once.
@@ -124,6 +127,24 @@ class Recorder:
         while len(self._pending) > LAG:
             self._record(self._pending.popleft())
 
+    @property
+    def astray(self) -> Astray | None:
+        """What the steps that were looked at have come to, if it asks for going back."""
+        return self._watch.astray
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is known to be wrong with the state of the last step that was looked at."""
+        return self._skipped_in_a_row == 0 and self._watch.astray is None
+
+    def gone_back(self, step: int) -> None:
+        """The run goes on from an earlier step: lines past it are of a past that did not last."""
+        self._pending.clear()
+        self._watch.forget()
+        self._skipped_in_a_row, self.step = 0, step
+        self._seconds, self._tokens, self._waits = [], [], []
+        self.metrics.drop_after(step)
+
     def drain(self) -> None:
         """Fetches every step's metrics; waits for the device."""
         while self._pending:
@@ -137,8 +158,14 @@ class Recorder:
         self._tokens.append(float(values["tokens"]))
         self._waits.append(pending.input_wait)
         self.asked |= int(values["asked"])
-        self.skipped_in_a_row = int(values["skipped"])
-        if not values["applied"]:
+        self._skipped_in_a_row = int(values["skipped"])
+        self._watch.step(pending.step, values)
+        if values.get("recomputed", False):
+            self.event("recomputed", pending.step)
+            self.progress.message(f"step {pending.step}: not finite, computed again in fp32")
+        elif values.get("overflow", False):
+            self._overflowed(pending.step, float(values["loss_scale"]))
+        elif not values["applied"]:
             self._skipped(pending.step, values)
         first = not self.last_record
         if pending.step % self._every == 0 or pending.step == self._steps or first:
@@ -178,6 +205,12 @@ class Recorder:
         for sink in self._sinks:
             sink.log(record)
 
+    def _overflowed(self, step: int, scale: float) -> None:
+        self.event("overflow", step, loss_scale=scale)
+        self.progress.message(
+            f"step {step} skipped: gradients overflow fp16 at loss scale {scale:.0f}; parameters unchanged"
+        )
+
     def _skipped(self, step: int, values: Mapping[str, Any]) -> None:
         reason = "no example of the batch has weight"
         if float(values["tokens"]) > 0:
@@ -212,8 +245,10 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_seen": float(np.sum(values["tokens_seen"], dtype=np.float64)),
         "grad_norm": float(values["grad_norm"]),
         "learning_rate": float(values["learning_rate"]) if "learning_rate" in values else None,
-        "loss_scale": 1.0,
+        "loss_scale": float(values.get("loss_scale", 1.0)),
     }
+    if "overflows" in values:
+        record["overflows"] = int(values["overflows"])
     if float(values["tokens"]) <= 0:
         record["loss"] = None
     for name, value in values.items():

@@ -23,9 +23,12 @@ from dsjax.train.grouped import exchanged_in_groups, in_groups
 from dsjax.train.state import State, with_statistics
 
 
-def by_replica(parts: StepParts, exchange: Exchange, state: State, batch: Any) -> tuple[Sums, nnx.State, Any]:
+def by_replica(
+    parts: StepParts, exchange: Exchange, state: State, batch: Any, seed: Any = None
+) -> tuple[Sums, nnx.State, Any]:
     """Sums over all replicas with the mean gradient, the model's state, and residuals.
 
+    The gradient of a loss starts from the seed (`Microbatches`).
     Where replicas train apart the gradients are each one's own, [replicas, ...], and there are no residuals.
     """
     layout = inside(parts.layout, (AXIS,), state.params, state.model_state)
@@ -37,9 +40,9 @@ def by_replica(parts: StepParts, exchange: Exchange, state: State, batch: Any) -
         work = exchanged_in_groups if grouped else _exchanged
         params, residuals = state.params, state.residuals
 
-    def body(params: Any, model_state: Any, residuals: Any, batch: Any, positions: Any, step: Any) -> Any:
+    def body(params: Any, model_state: Any, residuals: Any, batch: Any, positions: Any, now: Any) -> Any:
         replica = lax.axis_index(AXIS)
-        given = Microbatches(batch, positions, step, lambda index: index * replicas + replica)
+        given = Microbatches(batch, positions, now[0], lambda index: index * replicas + replica, now[1])
         if parts.apart:
             params = jax.tree.map(lambda leaf: leaf[0], params)
         with use_layout(layout):
@@ -58,7 +61,7 @@ def by_replica(parts: StepParts, exchange: Exchange, state: State, batch: Any) -
     rows = P(None, AXIS)
     found: Any = Sums(P(), P(), P(), own)  # type: ignore[arg-type]
     mapped = shard_map_over(layout, body, (own, states, kept, rows, rows, P()), (found, states, kept))
-    return mapped(params, state.model_state, residuals, batch, positions_of(batch), state.step)
+    return mapped(params, state.model_state, residuals, batch, positions_of(batch), (state.step, seed))
 
 
 def each_its_own_spec(specs: Any) -> Any:
@@ -72,7 +75,7 @@ def _exchanged(
     """All microbatches, then the exchange."""
     sums, model_state = accumulated(parts, params, model_state, given, len(given))
     loss, weight, extras = lax.psum((sums.loss, sums.weight, sums.extras), AXIS)
-    grads = mean(at_rest(parts.layout, sums.grads), weight)
+    grads = mean(at_rest(parts.layout, sums.grads), given.unit(weight))
     grads, residuals = exchange(parts.layout, grads, residuals, seed_of(given.step))
     return Sums(loss, weight, extras, grads), model_state, residuals
 
@@ -83,6 +86,6 @@ def _apart(
     """All microbatches; gradients are added up over near replicas only, which train as one."""
     sums, model_state = accumulated(parts, params, model_state, given, len(given))
     weight = exchange.near_sum(sums.weight)
-    grads = mean(exchange.near(parts.layout, at_rest(parts.layout, sums.grads)), weight)
+    grads = mean(exchange.near(parts.layout, at_rest(parts.layout, sums.grads)), given.unit(weight))
     loss, total, extras = lax.psum((sums.loss, sums.weight, sums.extras), AXIS)
     return Sums(loss, total, extras, grads), model_state, residuals

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
 from dsjax.checkpoint import DiskCheckpoints
-from dsjax.checkpoint.places import checkpoints_of
+from dsjax.checkpoint.places import checkpoints_of, put_aside
 from dsjax.config import Config
 from dsjax.errors import Damaged, InputError
 from dsjax.processes import gather, together
-from dsjax.train.carried import Kept, Workers, with_params
+from dsjax.train.carried import Guards, Kept, Workers, with_params
 from dsjax.train.given import require_alive
 from dsjax.train.memory import refuse_oversized_state
 from dsjax.train.program import Program
+from dsjax.train.recorder import Recorder
 from dsjax.train.rundir import RunDirectory
 from dsjax.train.saving import Tiers
 from dsjax.train.state import State
@@ -58,6 +57,21 @@ class Start:
     tier: str | None = None
     passed_over: list[tuple[int, str, str]] = field(default_factory=list)
 
+    def tell(self, recorder: Recorder, facts: dict[str, Any], tiers: list[str], others: list[str]) -> None:
+        """Writes events of it, and tells people what they should know.
+
+        Args:
+          facts: of the run, for the event.
+          tiers, others: notes; those of the tiers belong to the event.
+        """
+        for step, tier, reason in self.passed_over:
+            recorder.event("checkpoint_skipped", step, tier=tier, reason=reason)
+            recorder.progress.message(f"checkpoint of step {step} ({tier}) passed over: {reason}")
+        notes, step = [*self.facts.get("notes", []), *tiers], int(self.state.step)
+        recorder.event("resumed" if step else "started", step, **facts, tier=self.tier, notes=notes)
+        for note in [*notes, *others]:
+            recorder.progress.message(note)
+
 
 def restore(program: Program, store: Store, step: int | None = None) -> tuple[State, dict[str, Any]]:
     """The state saved at a step (None: the newest) and what was written beside it.
@@ -70,20 +84,24 @@ def restore(program: Program, store: Store, step: int | None = None) -> tuple[St
         step = store.latest_step()
         if step is None:
             raise InputError(f"no checkpoint in {store.directory}; train first, or set run.dir")
-    return _restored(program, store, step, store.facts(step))
+    return restored(program, store, step, store.facts(step))
 
 
-def _restored(
+def restored(
     program: Program, store: Store, step: int, facts: dict[str, Any]
 ) -> tuple[State, dict[str, Any]]:
+    """The state of a step whose facts are known, and what was written beside it; raises as `restore` does."""
     refuse_oversized_state(program.abstract_state, list(program.mesh.devices.flat))
     kept, workers = Kept.of(program, facts), Workers.of(program, facts)
-    one = replace(workers.one, residuals={})
+    guards = Guards.of(program, facts)
+    one = replace(workers.one, residuals={}, guards={})
     stored, back = program.held(facts, one)
-    read, facts = store.restore(step, replace(workers.stored(stored), residuals=kept.stored))
-    state = workers.parted(back(replace(workers.joined(read), residuals={})), read)
-    notes = [note for note in (workers.note, kept.note) if note]
-    return replace(state, residuals=kept.carried(read.residuals)), facts | {"notes": notes}
+    wanted = replace(workers.stored(stored), residuals=kept.stored, guards=guards.stored)
+    read, facts = store.restore(step, wanted)
+    state = workers.parted(back(replace(workers.joined(read), residuals={}, guards={})), read)
+    notes = [note for note in (workers.note, kept.note, *guards.notes) if note]
+    own = {"residuals": kept.carried(read.residuals), "guards": guards.carried(read.guards)}
+    return replace(state, **own), facts | {"notes": notes}
 
 
 @dataclass(frozen=True)
@@ -127,7 +145,7 @@ def _remote(tiers: Tiers, step: int) -> Store:
     to = tiers.disk.directory / str(step)
 
     def fetch() -> None:
-        _aside(to)  # what is there of this step was found to be damaged
+        put_aside(to, "damaged")  # what is there of this step was found to be damaged
         remote.fetch(step, to)
 
     together(lambda: fetch() if jax.process_index() == 0 else None)
@@ -154,7 +172,7 @@ def begin(
             facts = together(partial(store.facts, one.step))
             differences = directory.check_resume(facts.get("config"))
             going_on = program.going_on(facts)
-            state, facts = _restored(going_on, store, one.step, facts)
+            state, facts = restored(going_on, store, one.step, facts)
         except Damaged as error:
             passed_over.append((one.step, one.tier, error.faults[0]))
             continue
@@ -166,7 +184,7 @@ def begin(
         raise InputError(
             f"run.resume is must but {tiers.disk.directory} holds no checkpoint; set run.resume to auto"
         )
-    return Start(program, _fresh_state(program, config))
+    return Start(program, fresh_state(program, config))
 
 
 def _allowed(given: State, disk: DiskCheckpoints, resume: str) -> State:
@@ -186,12 +204,7 @@ def _put_aside(disk: DiskCheckpoints, passed_over: list[tuple[int, str, str]]) -
     """Damaged checkpoints get another name: as the newest they would have better ones removed."""
     for step, tier, _ in passed_over if jax.process_index() == 0 else ():
         if tier == "disk":
-            _aside(disk.directory / str(step))
-
-
-def _aside(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.rename(path.with_name(f"{path.name}.damaged"))
+            put_aside(disk.directory / str(step), "damaged")
 
 
 def _refuse_if_never(latest: int | None, resume: str, where: Any) -> None:
@@ -202,7 +215,8 @@ def _refuse_if_never(latest: int | None, resume: str, where: Any) -> None:
         )
 
 
-def _fresh_state(program: Program, config: Config) -> State:
+def fresh_state(program: Program, config: Config) -> State:
+    """The state of a run that has none yet: new, or with the parameters of another run (`run.init_from`)."""
     state, source = program.init(config.run.seed), config.run.init_from
     if source is None:
         return state

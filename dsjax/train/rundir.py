@@ -122,9 +122,12 @@ class RunDirectory:
         facts = environment() | facts
         write_atomically(self.path / "environment.json", (json.dumps(facts, indent=2) + "\n").encode())
 
-    def was_evaluated(self, step: int) -> bool:
-        """Whether the metrics hold an evaluation of this step."""
-        return any(r.get("step") == step and "eval" in r for r in read_lines(self.path / METRICS))
+    def owes_evaluation(self, step: int, steps: int) -> bool:
+        """Whether the evaluation that was due at this step is missing: the run was stopped before it."""
+        every = self._config.eval.every or steps
+        if step == 0 or (step % every and step < steps):
+            return False
+        return not any(r.get("step") == step and "eval" in r for r in read_lines(self.path / METRICS))
 
     def check_space(self, place: Path, checkpoint_bytes: int) -> None:
         """Refuses to start where not even one checkpoint would fit.

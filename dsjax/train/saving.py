@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from dsjax.checkpoint import DiskCheckpoints, MemorySnapshots
+from dsjax.checkpoint.places import put_aside
 from dsjax.checkpoint.snapshots import snapshot_directory
 from dsjax.config.checkpoint import CheckpointConfig, MemoryConfig
 from dsjax.errors import ConfigError, Diverged, DsjaxError, Preempted
 from dsjax.faults import Faults
-from dsjax.processes import everywhere
+from dsjax.processes import everywhere, gather
 from dsjax.train.recorder import Recorder
 from dsjax.train.state import State
 from dsjax.train.votes import SAVE
@@ -165,6 +166,20 @@ class Saving:
         """What was found of the state of a step, by which the best are kept."""
         self._evaluated = step, results
 
+    def gone_back(self, step: int) -> None:
+        """States of later steps no longer count; those on disk get another name."""
+        if self.tiers.memory is not None:
+            self.tiers.memory.forget_after(step)
+        disk, remote = self.tiers.disk, self.tiers.remote
+        if jax.process_index() == 0:
+            for later in (one for one in disk.steps() if one > step):
+                put_aside(disk.directory / str(later), "rolled_back")
+            if remote is not None:
+                remote.forget_after(step)
+        gather(None)  # now they are gone for all
+        self._uncommitted, self._evaluated = None, (-1, {})
+        self.started_at(step)
+
     def laid_out_anew(self, step: int, state: State) -> None:
         """The state has other shapes or places from now on."""
         if self.tiers.memory is not None and self.tiers.memory.every:
@@ -188,7 +203,7 @@ class Saving:
             # Lines of steps that a resume does not repeat must be written before it can go on from here.
             self.recorder.drain()
             self.recorder.beat(step, "saving")
-            if not self.recorder.skipped_in_a_row:
+            if self.recorder.sound:
                 memory.save(step, state, self.facts(step))
         every = self.config.disk.every
         if self._owed or self.recorder.asked & SAVE or (every and step % every == 0):
@@ -269,9 +284,9 @@ class Saving:
     def _save(self, step: int, state: State, *, last: bool = False) -> None:
         recorder = self.recorder
         recorder.drain()
-        if recorder.skipped_in_a_row and not last:
+        if not recorder.sound and not last:
             # The parameters may be ruined already: the checkpoints from before are worth more than their place.
-            recorder.progress.message(f"step {step}: not saved, as the last step was skipped")
+            recorder.progress.message(f"step {step}: not saved, as the last steps went wrong")
             return
         recorder.beat(step, "saving")
         if not self._owed:

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from dsjax.config.precision import LossScaleConfig, StabilityConfig
+from dsjax.faults import Wrong
+from dsjax.mesh import named_leaves
+from dsjax.precision.loss_scale import first_scale
+from dsjax.stability.clip import first_history, parts_of
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How numbers are kept in range.
+
+    Attributes:
+      loss_scale: of fp16; None: gradients need none.
+      clip: by the median of late norms; None: by a fixed norm, or not at all.
+      cooled: factor of the learning rate after a rollback; None: it stays.
+      recompute: a step that is not finite is computed again in fp32.
+      wrong: faults that are asked for.
+    """
+
+    loss_scale: LossScaleConfig | None = None
+    clip: StabilityConfig | None = None
+    cooled: float | None = None
+    recompute: bool = False
+    wrong: tuple[Wrong, ...] = ()
+
+
+UNSCALED = Numbers()
 
 
 @flax.struct.dataclass
@@ -29,6 +58,8 @@ class State:
         [replicas, axes that cut the parameter..., numbers].
       workers: with local steps (`diloco`), the parameters of each replica [replicas, ...] and the outer momentum;
         `params` are those that they last met at, and `opt_state` is each replica's own [replicas, ...].
+      guards: what keeps numbers in range, as far as it is in use: "scaling" (`LossScale`), "clipping" (`History`),
+        "cooling" (`Cooling`).
     """
 
     step: jax.Array
@@ -41,10 +72,43 @@ class State:
     opt_state: Any
     residuals: dict[str, dict[str, jax.Array]]
     workers: dict[str, Any]
+    guards: dict[str, Any] = field(default_factory=dict)
+
+
+def guards_of(guards: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What guards are, for a checkpoint's facts: name -> leaf -> [shape, type]."""
+    return {
+        name: {leaf: [list(x.shape), str(x.dtype)] for leaf, x in named_leaves(guard).items()}
+        for name, guard in guards.items()
+    }
+
+
+@flax.struct.dataclass
+class Cooling:
+    """For how long the learning rate is lowered: until so many updates (int32 [])."""
+
+    until: jax.Array
+
+
+def first_guards(numbers: Numbers, params: nnx.State) -> dict[str, Any]:
+    """The guards of a state before its first step."""
+    made: dict[str, Any] = {}
+    if numbers.loss_scale is not None:
+        made["scaling"] = first_scale(numbers.loss_scale)
+    if numbers.clip is not None:
+        made["clipping"] = first_history(numbers.clip, parts_of(params))
+    if numbers.cooled is not None:
+        made["cooling"] = Cooling(jnp.zeros((), jnp.int32))
+    return made
 
 
 def first_state(
-    params: nnx.State, model_state: nnx.State, opt_state: Any, residuals: Any, replicas: int | None = None
+    params: nnx.State,
+    model_state: nnx.State,
+    opt_state: Any,
+    residuals: Any,
+    replicas: int | None = None,
+    numbers: Numbers = UNSCALED,
 ) -> State:
     """The state before the first step; with `replicas` that train apart each has its own."""
 
@@ -56,7 +120,10 @@ def first_state(
         momentum = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
         apart = {"params": each_its_own(params, replicas), "momentum": momentum}
         opt_state = each_its_own(opt_state, replicas)
-    return State(zero(), zero(), zero(), zero(), seen, params, model_state, opt_state, residuals, apart)
+    return State(
+        zero(), zero(), zero(), zero(), seen, params, model_state, opt_state, residuals, apart,
+        guards=first_guards(numbers, params),
+    )  # fmt: skip
 
 
 def each_its_own(tree: Any, replicas: int) -> Any:

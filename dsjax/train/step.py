@@ -19,6 +19,8 @@ from flax import nnx
 
 from dsjax.grad_sync import AXIS, mean
 from dsjax.mesh import gather_all, use_layout
+from dsjax.precision.loss_scale import next_scale, nominal_weight
+from dsjax.stability.clip import clipped
 from dsjax.train.diloco import MEETING, outer_step
 from dsjax.train.gradients import (
     Batch,
@@ -38,7 +40,7 @@ from dsjax.train.votes import counted
 Metrics = dict[str, jax.Array]
 
 
-def _summed(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, nnx.State, Any]:
+def _summed(parts: StepParts, state: State, batch: Batch, seed: Any) -> tuple[Sums, nnx.State, Any]:
     """Sums over the whole batch with the mean gradient, the model's state, and residuals.
 
     Over a pipeline, replica by replica, or one microbatch after the other.
@@ -46,26 +48,48 @@ def _summed(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, nnx.Sta
     layout = parts.layout
     if parts.pipelining is not None:
         (loss, weight, extras), grads, residuals = pipelined(
-            parts.graph, layout, parts.pipelining, parts.exchange, state, batch
+            parts.graph, layout, parts.pipelining, parts.exchange, state, batch, seed
         )
         return Sums(loss, weight, extras, grads), state.model_state, residuals
     if parts.exchange is not None:
-        return by_replica(parts, parts.exchange, state, batch)
+        return by_replica(parts, parts.exchange, state, batch, seed)
     params = gather_all(state.params) if layout.fsdp_gather == "step" else state.params
-    given = Microbatches(batch, positions_of(batch), state.step)
+    given = Microbatches(batch, positions_of(batch), state.step, seed=seed)
     sums, model_state = accumulated(parts, params, state.model_state, given, len(given))
-    grads = mean(at_rest(layout, sums.grads), sums.weight)
+    grads = mean(at_rest(layout, sums.grads), given.unit(sums.weight))
     return replace(sums, grads=grads), model_state, state.residuals
 
 
-def _updated(parts: StepParts, params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, jax.Array]:
-    """(parameters, optimizer state, norm of the gradient before it is clipped)."""
-    norm = optax.tree.norm(grads)
-    if parts.max_grad_norm is not None:
-        scale = jnp.minimum(1.0, parts.max_grad_norm / jnp.maximum(norm, 1e-12))
-        grads = jax.tree.map(lambda g: g * scale, grads)
+def _gone_wrong(parts: StepParts, state: State, sums: Sums) -> Sums:
+    """The sums with the faults that were asked for."""
+    for wrong in parts.numbers.wrong:
+        strikes = (state.data_step >= wrong.first) & (state.data_step <= wrong.last)
+        factor = jnp.where(strikes, wrong.factor, 1.0)
+        sums = replace(sums, loss=sums.loss * factor, grads=jax.tree.map(lambda g: g * factor, sums.grads))  # noqa: B023
+    return sums
+
+
+def _seed(state: State, batch: Batch) -> jax.Array | None:
+    """What the gradient of a loss starts from, for it to stay in fp16's range; None: 1."""
+    scaling = state.guards.get("scaling")
+    return None if scaling is None else scaling.scale / nominal_weight(batch)
+
+
+def _bounded(parts: StepParts, grads: Any, norm: jax.Array) -> Any:
+    """Gradients, scaled down where their norm is over the fixed bound."""
+    if parts.max_grad_norm is None:
+        return grads
+    scale = jnp.minimum(1.0, parts.max_grad_norm / jnp.maximum(norm, 1e-12))
+    return jax.tree.map(lambda g: g * scale, grads)
+
+
+def _updated(parts: StepParts, state: State, params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+    """(parameters, optimizer state) after an update."""
     updates, opt_state = parts.optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, norm
+    if parts.numbers.cooled is not None:
+        factor = jnp.where(state.updates < state.guards["cooling"].until, parts.numbers.cooled, 1.0)
+        updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
+    return optax.apply_updates(params, updates), opt_state
 
 
 def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -> tuple[State, Metrics]:
@@ -78,13 +102,15 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
     Returns:
       The next state and the step's metrics (scalars, the same on every device). A step whose loss
       or gradient is not finite, or in which no example has weight, changes nothing but the step
-      number, the data position and the count of skipped steps.
+      number, the data position, the count of skipped steps and the loss scale. Overflows that a
+      lower loss scale will end are not counted as skipped in a row.
     """
     with use_layout(parts.layout):
         if parts.apart:
             sums, after, norm = _apart(parts, state, batch)
+            again = None
         else:
-            sums, after, norm = _together(parts, state, batch)
+            sums, after, norm, again = _together(parts, state, batch)
     weight = jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
     applied = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (sums.weight > 0)
     after = jax.tree.map(
@@ -98,13 +124,25 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
         "asked": counted(votes),
         **{f"extra/{name}": s / jnp.maximum(w, 1e-30) for name, (s, w) in sums.extras.items()},
     }
+    overflow = ~(jnp.isfinite(sums.loss) & jnp.isfinite(norm))
+    if again is not None:
+        metrics["recomputed"] = again & applied
+        overflow |= again
+    guards, excused = _scaled(parts, after, sums, overflow)
+    if "scaling" in guards:
+        metrics |= {
+            "loss_scale": state.guards["scaling"].scale,
+            "overflows": guards["scaling"].overflows,
+            "overflow": excused & ~applied,
+        }
     if parts.schedule is not None:
         metrics["learning_rate"] = jnp.asarray(parts.schedule(state.updates), jnp.float32)
     after = replace(
         after,
         step=state.step + 1,
         updates=state.updates + applied,
-        skipped=jnp.where(applied, 0, state.skipped + 1),
+        skipped=jnp.where(applied, 0, state.skipped + ~excused),
+        guards=guards,
         data_step=state.data_step + 1,
         tokens_seen=add_exactly(state.tokens_seen, sums.weight),
     )
@@ -114,20 +152,72 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
     return after, metrics
 
 
-def _together(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, State, jax.Array]:
-    """One update of the mean gradient: (sums, the state after it, the gradient's norm)."""
-    sums, model_state, residuals = _summed(parts, state, batch)
+def _scaled(
+    parts: StepParts, state: State, sums: Sums, overflow: jax.Array
+) -> tuple[dict[str, Any], jax.Array]:
+    """The guards with the loss scale after a step, and whether it was for the scale that the step went wrong."""
+    config = parts.numbers.loss_scale
+    if config is None:
+        return state.guards, jnp.bool_(False)
+    now = state.guards["scaling"]
+    # A scale that has come down to its minimum, or a loss that is not finite, is none of the scale's doing.
+    scaling = next_scale(config, now, overflow)
+    return {**state.guards, "scaling": scaling}, overflow & jnp.isfinite(sums.loss) & (
+        now.scale > config.minimum
+    )
+
+
+def _together(
+    parts: StepParts, state: State, batch: Batch
+) -> tuple[Sums, State, jax.Array, jax.Array | None]:
+    """One update of the mean gradient.
+
+    Returns:
+      Sums, the state after it, the gradient's norm, and whether all was computed again; None: it never is.
+    """
+    sums, model_state, residuals = _summed(parts, state, batch, _seed(state, batch))
+    sums = _gone_wrong(parts, state, sums)
+    norm, again = optax.tree.norm(at_rest(parts.layout, sums.grads)), None
+    if parts.exact is not None:
+        exact = parts.exact
+        again = ~(jnp.isfinite(sums.loss) & jnp.isfinite(norm)) & (sums.weight > 0)
+
+        def anew(_: Any) -> Any:
+            found = _summed(exact, state, batch, None)
+            return *found, optax.tree.norm(at_rest(exact.layout, found[0].grads))
+
+        # All devices see the same loss and norm, so all take the same branch.
+        given = (sums, model_state, residuals, norm)
+        sums, model_state, residuals, norm = jax.lax.cond(again, anew, lambda given: given, given)
     grads = at_rest(parts.layout, sums.grads)
-    params, opt_state, norm = _updated(parts, state.params, state.opt_state, grads)
-    changed = {"params": params, "model_state": model_state, "opt_state": opt_state, "residuals": residuals}
-    return sums, replace(state, **changed), norm
+    clip, guards = parts.numbers.clip, dict(state.guards)
+    if clip is not None:
+        grads, guards["clipping"] = clipped(clip, parts.max_grad_norm, guards["clipping"], grads)
+    else:
+        grads = _bounded(parts, grads, norm)
+    params, opt_state = _updated(parts, state, state.params, state.opt_state, grads)
+    after = replace(
+        state,
+        params=params,
+        model_state=model_state,
+        opt_state=opt_state,
+        residuals=residuals,
+        guards=guards,
+    )
+    return sums, after, norm, again
 
 
 def _apart(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, State, jax.Array]:
     """An update of each worker's own: (sums, the state after it, the largest of their gradients' norms)."""
     assert parts.exchange is not None
-    sums, model_state, _ = by_replica(parts, parts.exchange, state, batch)
-    each = jax.vmap(partial(_updated, parts), spmd_axis_name=AXIS)
+    sums, model_state, _ = by_replica(parts, parts.exchange, state, batch, _seed(state, batch))
+    sums = _gone_wrong(parts, state, sums)
+
+    def one(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, jax.Array]:
+        norm = optax.tree.norm(grads)
+        return *_updated(parts, state, params, opt_state, _bounded(parts, grads, norm)), norm
+
+    each = jax.vmap(one, spmd_axis_name=AXIS)
     params, opt_state, norms = each(state.workers["params"], state.opt_state, sums.grads)
     changed = {
         "model_state": model_state,

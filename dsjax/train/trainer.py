@@ -24,6 +24,7 @@ from dsjax.mesh import make_mesh
 from dsjax.models import Stages
 from dsjax.observe import check_sinks, peak_flops, write_report
 from dsjax.observe.heartbeat import Heartbeat
+from dsjax.stability.watch import Watch
 from dsjax.train import loop
 from dsjax.train.agreement import require_same_settings
 from dsjax.train.given import SCRIPTS_OWN, Init, Optimizer, as_loss, as_optimizer, as_schedule, require_alive
@@ -32,7 +33,8 @@ from dsjax.train.lay_out import lay_out
 from dsjax.train.optimizers import Schedule
 from dsjax.train.program import Program, Recipe
 from dsjax.train.recorder import Rates, Recorder
-from dsjax.train.resume import Start, begin, restore
+from dsjax.train.resume import begin, fresh_state, restore
+from dsjax.train.rollback import Rollback
 from dsjax.train.rundir import RunDirectory
 from dsjax.train.saving import Saving, last_good, make_room_in_memory, open_tiers
 from dsjax.train.signals import stop_on_signals
@@ -179,14 +181,16 @@ class Trainer:
         chosen = Chosen(dict(compiler_options or {}))
         if config.runtime.xla_preset == "auto":
             chosen = choose(self.platform, own=compiler_options, mesh=mesh.shape)
+        self._faults = Faults.of(os.environ, jax.process_index())
         self.program = lay_out(
             recipe,
             config,
             mesh,
             compiler_options=chosen.options,
             on_compile=self._compiled,
+            wrong=self._faults.wrong,
         )
-        self.notes = [*chosen.notes, *self.program.notes]
+        self.notes = [*chosen.notes, *self._faults.notes, *self.program.notes]
         self._only, self._allow, self._unit, self._by_script = only, allow_config_change, "tokens", False
         disk = config.checkpoint.disk
         self.directory = RunDirectory(config.run.directory, config, allow_config_change, only)
@@ -359,10 +363,11 @@ class Trainer:
             tiers = open_tiers(self.config.checkpoint, self.checkpoints, self.directory.path)
             opened.callback(tiers.close)
             start = begin(self.program, tiers, self.directory, self.config, state)
+            fresh = (lambda: fresh_state(self.program, self.config)) if state is None else None
             self.go_on_with(start.program)
             state, meta = start.state, start.facts
             step = int(state.step)
-            owed = self._owes_evaluation(step, steps, bool(eval_loader))
+            owed = bool(eval_loader) and self.directory.owes_evaluation(step, steps)
             if step >= steps and not owed and start.tier in (None, "disk"):
                 show(
                     f"{self.directory.path}: step {step} of {steps} is done already; ask for more steps to go on"
@@ -380,7 +385,9 @@ class Trainer:
                     self.config.checkpoint, tiers, self._saved_with, recorder, on_checkpoint, plan.faults
                 )
                 with saving:
-                    self._tell_of(start, tiers.notes, data.notes, recorder)
+                    self.directory.begin(recorder.events, step, start.differences, unit=self._unit)
+                    start.tell(recorder, self._facts(), tiers.notes, [*self.notes, *data.notes])
+                    plan.roll_back = Rollback(self.config.stability, saving, recorder, fresh, data.examples)
                     with loop.closing_iterator(data.iterate(first_batch)) as batches:
                         batches = warned_if_alike(
                             batches, self.program.rows_are_alike, recorder.progress.message
@@ -388,26 +395,6 @@ class Trainer:
                         state = loop.run_loop(self.program, state, batches, plan, recorder, saving, stop)
                 recorder.event("finished", int(state.step))
         return state
-
-    def _tell_of(self, start: Start, tiers: list[str], data: list[str], recorder: Recorder) -> None:
-        """Writes how a call of `fit` begins: the config, an event, and what the user should know."""
-        step = int(start.state.step)
-        self.directory.begin(recorder.events, step, start.differences, unit=self._unit)
-        for passed, tier, reason in start.passed_over:
-            recorder.event("checkpoint_skipped", passed, tier=tier, reason=reason)
-            recorder.progress.message(f"checkpoint of step {passed} ({tier}) passed over: {reason}")
-        notes = [*start.facts.get("notes", []), *tiers]
-        kind = "resumed" if step else "started"
-        recorder.event(kind, step, **self._facts(), tier=start.tier, notes=notes)
-        for note in [*self.notes, *notes, *data]:
-            recorder.progress.message(note)
-
-    def _owes_evaluation(self, step: int, steps: int, has_sets: bool) -> bool:
-        """Whether the evaluation that was due at this step is missing: the run was stopped before it."""
-        every = self.config.eval.every or steps
-        if not has_sets or step == 0 or (step % every and step < steps):
-            return False
-        return not self.directory.was_evaluated(step)
 
     def go_on_with(self, program: Program) -> None:
         """Another program takes over, and what is told of it."""
@@ -466,7 +453,7 @@ class Trainer:
             on_eval=on_eval,
             trace=trace_window(self.config.observe.profile, self.directory.path),
             on_program=self.go_on_with,
-            faults=Faults.of(os.environ, jax.process_index()),
+            faults=self._faults,
         )
 
     @contextmanager
@@ -486,6 +473,7 @@ class Trainer:
             on_step=on_step,
             unit=self._unit,
             heartbeat=self._heartbeat,
+            watch=Watch(self.config.stability),
         )
         self._recorder = recorder
         try:

@@ -33,16 +33,35 @@ def benchmark(monkeypatch):
 
 def test_each_codec_is_trained_with_error_feedback_and_without(benchmark):
     convergence = benchmark("convergence")
-    listed = convergence.cases()
+    listed = convergence.cases(only="codecs")
     codecs = ("int8", "int4", "e2m4", "topk", "topk_int4")
     assert listed[0] == convergence.Case("dense") and listed[-1] == convergence.Case("diloco")
     assert listed[1:-1] == [
         convergence.Case(codec, feedback) for codec in codecs for feedback in (True, False)
     ]
-    assert set(convergence.cases(quick=True)) <= set(listed)
+    assert set(convergence.cases(quick=True)) <= set(convergence.cases())
+    policies = convergence.cases(only="policies")
+    assert convergence.cases() == listed + policies[1:] and [one.policy for one in policies[1:]] == [
+        "bf16",
+        *["fp16"] * 4,
+    ]
     quickstart = convergence.config_of(listed[2], convergence.FULL, Path("somewhere"))
     assert (quickstart.grad_sync.codec, quickstart.grad_sync.error_feedback) == ("int8", False)
     assert quickstart.model.fields["hidden_size"] == 192 and quickstart.optimizer.kind == "muon"
+
+
+def test_a_number_format_is_trained_in_two_halves(benchmark):
+    convergence = benchmark("convergence")
+    chosen = [
+        convergence.Case("dense"),
+        convergence.Case(policy="fp16", scale=2.0**24),
+        convergence.Case(policy="fp16", scale=2.0**24, resumed=True),
+    ]
+    longer = (*convergence.QUICK, *TINY, "train.steps=20", "eval.every=20")
+    dense, whole, halves = convergence.measure(chosen, longer)
+    assert whole["final_loss"] == halves["final_loss"] != dense["final_loss"]
+    assert whole["overflow_rate"] == halves["overflow_rate"] > 0 and dense["overflow_rate"] is None
+    assert "fp16 from 16777216 resumed" in convergence.named(halves)
 
 
 def test_cases_are_compared_with_the_first(benchmark, capsys):

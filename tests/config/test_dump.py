@@ -108,7 +108,12 @@ _OTHER = {
     "optimizer.eps": 1.0, "optimizer.weight_decay": 0.0, "optimizer.max_grad_norm": None,
     "optimizer.trainable": ["x"], "optimizer.schedule.kind": "wsd", "optimizer.schedule.warmup_steps": 1,
     "optimizer.schedule.decay_steps": 1, "optimizer.schedule.min_lr_ratio": 0.0,
-    "precision.policy": "bf16", "stability.give_up_after": 1,
+    "precision.policy": "bf16", "precision.loss_scale.initial": 2.0, "precision.loss_scale.growth_interval": 1,
+    "precision.loss_scale.hysteresis": 1, "precision.loss_scale.minimum": 2.0, "precision.loss_scale.maximum": 2.0**20,
+    "precision.loss_scale.target_rate": 0.1, "stability.give_up_after": 1, "stability.clip": "median",
+    "stability.clip_factor": 2.0, "stability.clip_window": 7, "stability.clip_groups": "parts",
+    "stability.on_nonfinite": "rollback", "stability.rollback_after": 1, "stability.spike": None,
+    "stability.max_rollbacks": 1, "stability.rollback_learning_rate": 0.5, "stability.rollback_steps": 1,
     "checkpoint.disk.every": 1, "checkpoint.disk.keep": 1, "checkpoint.disk.path": "x",
     "checkpoint.disk.every_minutes": 1.5, "checkpoint.disk.keep_every": 5, "checkpoint.disk.keep_best": 1,
     "checkpoint.disk.best_metric": "heldout.perplexity", "checkpoint.disk.compression": "zstd",
@@ -124,7 +129,6 @@ _ONE_VALUE_ONLY = {
     "mesh.expert",
     "optimizer.state_dtype",
     "precision.params",
-    "stability.on_nonfinite",
 }
 _FREE = {
     "run.name", "run.dir", "run.resume", "runtime", "mesh", "pipeline", "train.steps", "train.stop_after", "data.paths",

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from dsjax import aot
 from dsjax.config import Config
 from dsjax.errors import OutOfDeviceMemory
@@ -31,7 +29,7 @@ from dsjax.plan.measured import correction
 from dsjax.plan.planner import lay_out_recipe, recipe_summary, summary, target_of, with_changes
 from dsjax.plan.result import Plan
 from dsjax.plan.settings import run_tokens
-from dsjax.precision import compute_dtype
+from dsjax.precision import POLICIES, compute_dtype
 from dsjax.train.program import Program, Recipe
 
 
@@ -208,8 +206,8 @@ def _stand_in(config: Config, target: aot.Target) -> Described:
     Raises:
       ConfigError: jax has started with fewer of them.
     """
-    narrow = compute_dtype(config.precision.policy, target.chip.kind) == jax.numpy.bfloat16
-    policy = "bf16" if narrow else "fp32"
+    wanted = compute_dtype(config.precision.policy, target.chip.kind)
+    policy = next(name for name, dtype in POLICIES.items() if dtype == wanted)
     precision = config.precision.model_copy(update={"policy": policy})
     here = aot.parse_target(f"cpu:{target.size}")
     return describe(config.model_copy(update={"precision": precision}), here, vocabulary(config))
@@ -248,7 +246,7 @@ def _explained(
         compiled_bytes=None if inspection is None else inspection.work.bytes,
         ridge={
             name: chip.flops(name) / chip.memory.bandwidth
-            for name in ("bf16", "tf32", "fp32")
+            for name in ("bf16", "fp16", "tf32", "fp32")
             if name in chip.peak
         },
         notes=tuple(_notes(target, step, inspection, uncompiled)),

@@ -1,0 +1,93 @@
+"""Settings of number formats and of what happens when numbers go wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from dsjax.config.fields import BelowOne, PositiveFloat, PositiveInt, Section, Takes, described
+
+
+def _power_of_two(value: float) -> float:
+    if math.frexp(value)[0] != 0.5:
+        raise ValueError("is no power of two")
+    return value
+
+
+Scale = Annotated[
+    float, Field(ge=1.0, le=2.0**24), AfterValidator(_power_of_two), Takes("a power of two from 1 to 2^24")
+]
+
+
+class LossScaleConfig(Section):
+    """The dynamic loss scale of fp16 (policy fp16 only)."""
+
+    initial: Scale = described(2.0**16, "Scale of the first step; a power of two.")
+    growth_interval: PositiveInt = described(1000, "Steps without overflow after which the scale is doubled.")
+    hysteresis: PositiveInt = described(
+        2, "The scale is halved at the N-th overflow since it last grew, and at each one after it."
+    )
+    minimum: Scale = described(1.0, "The scale falls no lower.")
+    maximum: Scale = described(2.0**24, "The scale rises no higher.")
+    target_rate: BelowOne = described(
+        0.003,
+        "While a moving average of the share of steps that overflow is above this, the scale does not rise.",
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> LossScaleConfig:
+        if not self.minimum <= self.initial <= self.maximum:
+            raise ValueError("initial: lies between minimum and maximum")
+        return self
+
+
+class PrecisionConfig(Section):
+    """Number formats."""
+
+    policy: Literal["auto", "fp32", "bf16", "fp16"] = described(
+        "auto",
+        "Type of matrix products and lookups; normalisations, softmax, router and loss stay fp32, and so do master "
+        "parameters and the optimizer's state. auto: bf16 on GPU and TPU, fp32 on CPU. fp16 scales its loss.",
+    )
+    params: Literal["float32"] = described("float32", "Type of the master parameters.")
+    loss_scale: LossScaleConfig = Field(
+        default_factory=LossScaleConfig, description="The dynamic loss scale of fp16."
+    )
+
+
+class StabilityConfig(Section):
+    """What happens when numbers go wrong."""
+
+    clip: Literal["fixed", "median"] = described(
+        "fixed",
+        "fixed: gradients of a larger norm are scaled down to optimizer.max_grad_norm. median: to clip_factor times "
+        "the median norm of late steps; before 10 of them are known, to optimizer.max_grad_norm.",
+    )
+    clip_factor: PositiveFloat = described(1.5, "median: the multiple.")
+    clip_window: PositiveInt = described(100, "median: steps that are remembered.")
+    clip_groups: Literal["all", "parts"] = described(
+        "all",
+        "median: one norm of all, or one of each part of the model (embedding, layers, head), clipped alone.",
+    )
+    on_nonfinite: Literal["skip", "recompute", "rollback"] = described(
+        "skip",
+        "A step whose loss or gradient is not finite changes no parameter. recompute: it is first computed again in "
+        "fp32, and counts if that is finite. rollback: after rollback_after of them in a row, or a loss spike, the run "
+        "goes back to the newest good state and leaves out the batches that led there.",
+    )
+    give_up_after: PositiveInt = described(10, "End with exit code 3 after this many skipped steps in a row.")
+    rollback_after: PositiveInt = described(5, "rollback: skipped steps in a row.")
+    spike: PositiveFloat | None = described(
+        10.0,
+        "rollback: a loss is a spike where it is above the median of late losses by more than so many times their "
+        "usual distance from it (1.48 times the median of the distances); null: no loss is.",
+    )
+    max_rollbacks: PositiveInt = described(
+        3, "rollback: end with exit code 3 when so many in a row got no further."
+    )
+    rollback_learning_rate: Annotated[float, Field(gt=0, le=1), Takes("a factor above 0, at most 1")] = (
+        described(1.0, "rollback: the learning rate is multiplied by this for rollback_steps updates.")
+    )
+    rollback_steps: PositiveInt = described(100, "rollback: updates with that learning rate.")

@@ -1,0 +1,1 @@
+"""What a run does when numbers go wrong."""
