@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dsjax.mesh import constrain
     from dsjax.models.spec import Stages
     from dsjax.models.stack import stacked
+    from dsjax.precision.small_state import small_state
     from dsjax.train.trainer import Trainer
 
 _HOMES = {
@@ -30,6 +31,7 @@ _HOMES = {
     "Stages": ("dsjax.models.spec", "Stages"),
     "constrain": ("dsjax.mesh", "constrain"),
     "stacked": ("dsjax.models.stack", "stacked"),
+    "small_state": ("dsjax.precision.small_state", "small_state"),
     "load_config": ("dsjax.config", "load"),
     "DsjaxError": ("dsjax.errors", "DsjaxError"),
     "ConfigError": ("dsjax.errors", "ConfigError"),
@@ -54,6 +56,7 @@ __all__ = [
     "Trainer",
     "constrain",
     "load_config",
+    "small_state",
     "stacked",
 ]
 

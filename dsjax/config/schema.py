@@ -299,7 +299,10 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = described(1e-8, "Added to the denominator.")
     weight_decay: NonNegativeFloat = described(0.1, "Decoupled decay, on matrices only.")
     max_grad_norm: PositiveFloat | None = described(1.0, "Clip the global gradient norm; null: do not.")
-    state_dtype: Literal["float32"] = described("float32", "Type of the moments.")
+    state_dtype: Literal["float32", "bfloat16", "int8"] = described(
+        "float32",
+        "Type of the moments. bfloat16: rounded at random; int8: 8 bits in blocks of 128, with dynamic exponents.",
+    )
     trainable: PatternList = described(
         [],
         "Path patterns (as in layers/*/kernel) of the parameters to train; empty: all. Frozen "

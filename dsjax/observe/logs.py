@@ -22,8 +22,8 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 _OURS = frozenset(
     (
-        "step", "time", "loss", "tokens", "tokens_seen", "grad_norm", "learning_rate", "loss_scale", "overflows", "perplexity",
-        "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "input_wait_seconds", "mfu",
+        "step", "time", "loss", "tokens", "tokens_seen", "grad_norm", "learning_rate", "loss_scale", "overflows",
+        "perplexity", "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "input_wait_seconds", "mfu",
         "peak_memory_bytes",
     )
 )  # fmt: skip

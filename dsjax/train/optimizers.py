@@ -12,6 +12,7 @@ import optax
 
 from dsjax.config.schema import OptimizerConfig, ScheduleConfig
 from dsjax.mesh import is_matrix, map_named, named_leaves
+from dsjax.precision.small_state import small_state
 
 Schedule = Callable[[Any], Any]
 
@@ -64,6 +65,13 @@ def make_optimizer(
         muon's orthogonalisation) acts on matrices only, which stacked vectors are not.
     """
 
+    made = _by_kind(config, learning_rate, names_of)
+    return made if config.state_dtype == "float32" else small_state(made, config.state_dtype)
+
+
+def _by_kind(
+    config: OptimizerConfig, learning_rate: float | Schedule, names_of: Callable[[str], Any]
+) -> optax.GradientTransformation:
     def matrices(params: Any) -> Any:
         return map_named(lambda path, leaf: is_matrix(names_of(path), leaf.ndim), params)
 
@@ -136,6 +144,15 @@ def _muon_dimensions(names: Sequence[str | None] | None, ndim: int) -> Any:
     return numbers(embed, rest) if embed < rest else numbers(rest, embed)
 
 
+def _of_blocks(shape: tuple[int, ...], owner: tuple[int, ...], place: Any) -> bool:
+    """Whether an array has a number for each block of the last dimension, and can be cut as its parameter is."""
+    if len(shape) != len(owner) or shape[:-1] != owner[:-1] or owner[-1] % shape[-1]:
+        return False
+    cuts = place.spec[-1] if len(place.spec) == len(owner) else None
+    names = (cuts,) if isinstance(cuts, str) else (cuts or ())
+    return shape[-1] % math.prod(place.mesh.shape[name] for name in names) == 0
+
+
 def optimizer_shardings(opt_state: Any, params: Any, shardings: Any, other: Callable[[Any], Any]) -> Any:
     """Shardings of an (abstract) optimizer state: a moment lies where its parameter lies.
 
@@ -152,6 +169,8 @@ def optimizer_shardings(opt_state: Any, params: Any, shardings: Any, other: Call
     def place(name: str, leaf: Any) -> Any:
         parts = name.split("/")
         owner = next((end for i in range(len(parts)) if (end := "/".join(parts[i:])) in shapes), None)
-        return places[owner] if owner and shapes[owner] == leaf.shape else other(leaf.shape)
+        if owner and (shapes[owner] == leaf.shape or _of_blocks(leaf.shape, shapes[owner], places[owner])):
+            return places[owner]
+        return other(leaf.shape)
 
     return map_named(place, opt_state)

@@ -113,9 +113,7 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
             sums, after, norm, again = _together(parts, state, batch)
     weight = jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
     applied = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (sums.weight > 0)
-    after = jax.tree.map(
-        lambda new, old: jnp.where(applied, new, old) if new is not old else old, after, state
-    )
+    after = guarded(applied, after, state)
     metrics = {
         "loss": sums.loss / weight,
         "tokens": sums.weight,
@@ -150,6 +148,13 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
         after = _met(parts, after)
     metrics["skipped"], metrics["tokens_seen"] = after.skipped, after.tokens_seen
     return after, metrics
+
+
+def guarded(applied: jax.Array, after: State, before: State) -> State:
+    """The state after a step if that counts, else as it was, to the bit."""
+    return jax.tree.map(
+        lambda new, old: jnp.where(applied, new, old) if new is not old else old, after, before
+    )
 
 
 def _scaled(

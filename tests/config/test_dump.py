@@ -106,6 +106,7 @@ _OTHER = {
     "eval.compressors": ["xz"], "eval.samples": ["def "], "eval.sample_tokens": 1,
     "optimizer.kind": "sgd", "optimizer.learning_rate": 1.0, "optimizer.beta1": 0.1, "optimizer.beta2": 0.1,
     "optimizer.eps": 1.0, "optimizer.weight_decay": 0.0, "optimizer.max_grad_norm": None,
+    "optimizer.state_dtype": "int8",
     "optimizer.trainable": ["x"], "optimizer.schedule.kind": "wsd", "optimizer.schedule.warmup_steps": 1,
     "optimizer.schedule.decay_steps": 1, "optimizer.schedule.min_lr_ratio": 0.0,
     "precision.policy": "bf16", "precision.loss_scale.initial": 2.0, "precision.loss_scale.growth_interval": 1,
@@ -127,7 +128,6 @@ _OTHER = {
 }  # fmt: skip
 _ONE_VALUE_ONLY = {
     "mesh.expert",
-    "optimizer.state_dtype",
     "precision.params",
 }
 _FREE = {

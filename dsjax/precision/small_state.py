@@ -1,0 +1,154 @@
+"""Optimizer state in fewer bytes: moments in bf16 or in 8 bits, whatever the optimizer.
+
+Moments change by less than the steps of bf16, so they are rounded at random, up or down with the odds that keep
+their mean.  In 8 bits a block of numbers shares a scale, its largest, and each is one of 255 or 127 values below it
+whose distance grows with them (dynamic exponents: Dettmers et al. 2021, "8-bit Optimizers via Block-wise
+Quantization"): a moment a million times smaller than its neighbour still has a value of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dsjax.mesh import map_named, named_leaves
+
+BLOCK, SMALLEST_BLOCK, SMALLEST = 128, 16, 4096
+
+
+@flax.struct.dataclass
+class SmallState:
+    """The state of an optimizer in fewer bytes.
+
+    Attributes:
+      count: int32 [], updates made.
+      codes: the optimizer's own state, with moments in bf16 or as codes.
+      scales: likewise, with the scales of blocks, float32 [..., blocks]; [] where there are none.
+    """
+
+    count: jax.Array
+    codes: Any
+    scales: Any
+
+
+def small_state(
+    optimizer: optax.GradientTransformation, dtype: Literal["bfloat16", "int8"]
+) -> optax.GradientTransformation:
+    """An optimizer that keeps its state in fewer bytes; it computes in fp32 as it did.
+
+    Args:
+      optimizer: any optax transformation. Of its state float32 arrays of `SMALLEST` numbers or more are made
+        small; in 8 bits those whose last dimension has blocks of at least `SMALLEST_BLOCK`.
+    """
+
+    def init(params: Any) -> SmallState:
+        return _packed(optimizer.init(params), dtype, jnp.int32(0))
+
+    def update(updates: Any, state: SmallState, params: Any = None, **more: Any) -> tuple[Any, SmallState]:
+        updates, inner = optimizer.update(updates, _unpacked(state), params, **more)
+        return updates, _packed(inner, dtype, state.count + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _packed(state: Any, dtype: str, count: jax.Array) -> SmallState:
+    names = {name: number for number, name in enumerate(named_leaves(state))}
+
+    def code(name: str, leaf: Any) -> Any:
+        if not _is_moment(leaf):
+            return leaf
+        if dtype == "bfloat16":
+            return _rounded_at_random(leaf, jax.random.fold_in(jax.random.key(names[name]), count))
+        return encoded(leaf, _is_square(name))[0] if _block(leaf.shape) else leaf
+
+    def scale(name: str, leaf: Any) -> Any:
+        if dtype == "int8" and _is_moment(leaf) and _block(leaf.shape):
+            return encoded(leaf, _is_square(name))[1]
+        return jnp.zeros((), jnp.float32)
+
+    return SmallState(count, map_named(code, state), map_named(scale, state))
+
+
+def _unpacked(state: SmallState) -> Any:
+    def one(name: str, code: Any, scale: Any) -> Any:
+        if code.dtype == jnp.bfloat16:
+            return code.astype(jnp.float32)
+        return decoded(code, scale, _is_square(name)) if scale.ndim else code
+
+    return map_named(one, state.codes, state.scales)
+
+
+def _is_moment(leaf: Any) -> bool:
+    return leaf.dtype == jnp.float32 and leaf.ndim > 0 and leaf.size >= SMALLEST
+
+
+def _is_square(name: str) -> bool:
+    """Whether a moment is one of squares (optax calls it nu), which are never negative."""
+    return "nu" in name.split("/")
+
+
+def _block(shape: tuple[int, ...]) -> int:
+    """Numbers of the last dimension that share a scale; 0: too few."""
+    block = math.gcd(shape[-1], BLOCK)
+    return block if block >= SMALLEST_BLOCK else 0
+
+
+# ---- bf16 ------------------------------------------------------------------------------------------
+
+
+def _rounded_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
+    """x in bf16, up or down with the odds that keep its mean; what is not finite stays so."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    cut = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x) & jnp.isfinite(cut), cut, x).astype(jnp.bfloat16)
+
+
+# ---- 8 bits ----------------------------------------------------------------------------------------
+
+
+def _values(square: bool) -> np.ndarray:
+    """The values that codes stand for, rising, the largest 1: a few of each power of ten, twice as many of the next."""
+    bits = 8 if square else 7  # or one is the sign
+    found: list[float] = []
+    for exponent in range(bits):
+        edges = np.linspace(0.1, 1.0, 2**exponent + 1)
+        found += list((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - bits + 1))
+    return np.array([*sorted(found)[:-1], 1.0], np.float32)
+
+
+_OF_SQUARES, _OF_MAGNITUDES = _values(True), _values(False)
+
+
+def encoded(x: jax.Array, square: bool) -> tuple[jax.Array, jax.Array]:
+    """Codes of numbers: uint8 of squares, int8 of others, as x, and scales, float32 [..., blocks].
+
+    A square that is not 0 is not made 0: the root of a moment is divided by.
+    """
+    values = _OF_SQUARES if square else _OF_MAGNITUDES
+    block = _block(x.shape)
+    blocks = x.reshape(*x.shape[:-1], -1, block)
+    scale = jnp.max(jnp.abs(blocks), axis=-1)
+    part = jnp.abs(blocks) / jnp.where(scale > 0, scale, 1.0)[..., None]
+    # Code 0 is the number 0; code k the k-th value.
+    middles = jnp.asarray((values[:-1] + values[1:]) / 2)
+    code = jnp.searchsorted(middles, part, method="scan_unrolled") + 1
+    lowest = 0.0 if square else float(values[0]) / 2
+    code = jnp.where(part > lowest, code, 0)
+    if square:
+        return code.astype(jnp.uint8).reshape(x.shape), scale
+    return jnp.where(blocks < 0, -code, code).astype(jnp.int8).reshape(x.shape), scale
+
+
+def decoded(codes: jax.Array, scale: jax.Array, square: bool) -> jax.Array:
+    """The numbers, float32."""
+    values = jnp.asarray(np.concatenate([[0.0], _OF_SQUARES if square else _OF_MAGNITUDES]), jnp.float32)
+    blocks = codes.reshape(*codes.shape[:-1], scale.shape[-1], -1).astype(jnp.int32)
+    found = values[jnp.abs(blocks)] * jnp.sign(blocks) * scale[..., None]
+    return found.reshape(codes.shape)
