@@ -134,7 +134,7 @@ def test_short_names_of_axes_merge_with_full_ones(write):
         ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm: takes a number > 0 or null, got 0"),
         ("optimizer.learning_rate=1e999", "optimizer.learning_rate: takes a number >= 0, got 1e999"),
         ("optimizer.beta1=1.0", "optimizer.beta1: takes a number >= 0 and < 1, got 1.0"),
-        ("optimizer.state_dtype=int8", 'optimizer.state_dtype: takes float32, got "int8"'),
+        ("optimizer.state_dtype=int4", 'optimizer.state_dtype: takes float32, bfloat16 or int8, got "int4"'),
         ("train.remat=every_0",
          'train.remat: takes none, full, dots or every_N (every_4, say), got "every_0"'),
         (
