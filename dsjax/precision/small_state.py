@@ -14,7 +14,6 @@ from typing import Any, Literal
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from dsjax.mesh import map_named, named_leaves
@@ -111,36 +110,47 @@ def _rounded_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------
+#
+# Code 0 is the number 0; codes 2^e to 2^(e+1) - 1 are the middles of 2^e equal parts of one power of ten, the e-th;
+# the last code is 1.  All by arithmetic: what looks into a table is not fused into what is computed from it.
 
 
-def _values(square: bool) -> np.ndarray:
-    """The values that codes stand for, rising, the largest 1: a few of each power of ten, twice as many of the next."""
-    bits = 8 if square else 7  # or one is the sign
-    found: list[float] = []
-    for exponent in range(bits):
-        edges = np.linspace(0.1, 1.0, 2**exponent + 1)
-        found += list((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - bits + 1))
-    return np.array([*sorted(found)[:-1], 1.0], np.float32)
+def _powers(square: bool) -> int:
+    """Powers of ten that codes cover; one bit is the sign of what is no square."""
+    return 8 if square else 7
 
 
-_OF_SQUARES, _OF_MAGNITUDES = _values(True), _values(False)
+def _middle(code: jax.Array, square: bool) -> jax.Array:
+    """The magnitude that a positive code (int32) stands for, 0 to 1."""
+    power = 31 - jax.lax.clz(jnp.maximum(code, 1))
+    parts = jnp.left_shift(1, power).astype(jnp.float32)
+    place = (code.astype(jnp.float32) - parts + 0.5) / parts
+    value = (0.1 + 0.9 * place) * _ten_to(power - _powers(square) + 1)
+    return jnp.where(code == 2 ** _powers(square) - 1, 1.0, jnp.where(code == 0, 0.0, value))
+
+
+def _code(part: jax.Array, square: bool) -> jax.Array:
+    """The code (int32) of a magnitude from 0 to 1: the part of its power of ten that it lies in."""
+    highest = _powers(square) - 1
+    power = jnp.ceil(jnp.log10(jnp.maximum(part, 1e-30))).astype(jnp.int32) + highest
+    power = jnp.clip(power, 0, highest)
+    parts = jnp.left_shift(1, power).astype(jnp.float32)
+    place = jnp.floor((part / _ten_to(power - highest) - 0.1) / 0.9 * parts)
+    code = (parts + jnp.clip(place, 0.0, parts - 1)).astype(jnp.int32)
+    # Half of the smallest value and less is 0, but of squares: the root of a moment is divided by.
+    smallest = 0.0 if square else 0.275 * 10.0**-highest
+    return jnp.where(part > smallest, code, 0)
+
+
+def _ten_to(power: jax.Array) -> jax.Array:
+    return jnp.exp(power.astype(jnp.float32) * math.log(10.0))
 
 
 def encoded(x: jax.Array, square: bool) -> tuple[jax.Array, jax.Array]:
-    """Codes of numbers: uint8 of squares, int8 of others, as x, and scales, float32 [..., blocks].
-
-    A square that is not 0 is not made 0: the root of a moment is divided by.
-    """
-    values = _OF_SQUARES if square else _OF_MAGNITUDES
-    block = _block(x.shape)
-    blocks = x.reshape(*x.shape[:-1], -1, block)
+    """Codes of numbers: uint8 of squares, int8 of others, as x, and scales, float32 [..., blocks]."""
+    blocks = x.reshape(*x.shape[:-1], -1, _block(x.shape))
     scale = jnp.max(jnp.abs(blocks), axis=-1)
-    part = jnp.abs(blocks) / jnp.where(scale > 0, scale, 1.0)[..., None]
-    # Code 0 is the number 0; code k the k-th value.
-    middles = jnp.asarray((values[:-1] + values[1:]) / 2)
-    code = jnp.searchsorted(middles, part, method="scan_unrolled") + 1
-    lowest = 0.0 if square else float(values[0]) / 2
-    code = jnp.where(part > lowest, code, 0)
+    code = _code(jnp.abs(blocks) / jnp.where(scale > 0, scale, 1.0)[..., None], square)
     if square:
         return code.astype(jnp.uint8).reshape(x.shape), scale
     return jnp.where(blocks < 0, -code, code).astype(jnp.int8).reshape(x.shape), scale
@@ -148,7 +158,6 @@ def encoded(x: jax.Array, square: bool) -> tuple[jax.Array, jax.Array]:
 
 def decoded(codes: jax.Array, scale: jax.Array, square: bool) -> jax.Array:
     """The numbers, float32."""
-    values = jnp.asarray(np.concatenate([[0.0], _OF_SQUARES if square else _OF_MAGNITUDES]), jnp.float32)
     blocks = codes.reshape(*codes.shape[:-1], scale.shape[-1], -1).astype(jnp.int32)
-    found = values[jnp.abs(blocks)] * jnp.sign(blocks) * scale[..., None]
+    found = _middle(jnp.abs(blocks), square) * jnp.sign(blocks) * scale[..., None]
     return found.reshape(codes.shape)
