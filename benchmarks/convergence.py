@@ -174,7 +174,8 @@ def overflow_rate(directory: Path) -> float:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     overflows = [line["overflows"] for line in lines if "overflows" in line]
     settled = len(overflows) // 10
-    return (overflows[-1] - overflows[settled - 1]) / (len(overflows) - settled)
+    before = overflows[settled - 1] if settled else 0
+    return (overflows[-1] - before) / (len(overflows) - settled)
 
 
 def coded_share(job: Assembled) -> float:

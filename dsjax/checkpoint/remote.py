@@ -183,7 +183,7 @@ class _Store:
         self._change = threading.Condition()
         self._asked: tuple[int, Path] | None = None
         self._doing: tuple[int, Path] | None = None
-        self._forgotten: tuple[int, Path] | None = None
+        self._forgotten: list[tuple[int, Path]] = []  # jobs, by identity
         self._thread: threading.Thread | None = None
 
     def steps(self) -> list[int]:
@@ -222,7 +222,6 @@ class _Store:
         """Has a step copied next, in place of one that is still waiting."""
         with self._change:
             self._asked = step, path
-            self._forgotten = None
             self._change.notify_all()
             if self._thread is None and not self._pace.stop.is_set():
                 self._thread = threading.Thread(target=self._work, name=f"copy to {self.url}", daemon=True)
@@ -234,7 +233,7 @@ class _Store:
             if self._asked is not None and self._asked[0] > step:
                 self._asked = None
             if self._doing is not None and self._doing[0] > step:
-                self._forgotten = self._doing
+                self._forgotten.append(self._doing)
         try:
             for later in copies.stored_steps(self.store):
                 if later > step:
@@ -272,20 +271,22 @@ class _Store:
                 self._doing, self._asked = self._asked, None
             try:
                 if self._doing is not None:
-                    self._copy(*self._doing)
+                    self._copy(self._doing)
             finally:
                 with self._change:
                     self._doing = None
                     self._change.notify_all()
 
-    def _copy(self, step: int, path: Path) -> None:
+    def _copy(self, job: tuple[int, Path]) -> None:
         """Tries until it is done, the files are gone, or the run ends; a newer one that is asked for goes first."""
-        begin, tries = time.monotonic(), 0
+        (step, path), begin, tries = job, time.monotonic(), 0
         while True:
             try:
+                if any(one is job for one in self._forgotten):
+                    return
                 done = copies.send(self.store, step, path, self._pace)
                 seconds = round(time.monotonic() - begin, 3)
-                if self._forgotten == (step, path):
+                if any(one is job for one in self._forgotten):
                     copies.remove(self.store, step)
                     return
                 self._owner.on_event("checkpoint_copied", url=self.url, step=step, seconds=seconds, **done)

@@ -77,7 +77,9 @@ class StabilityConfig(Section):
         "fp32, and counts if that is finite. rollback: after rollback_after of them in a row, or a loss spike, the run "
         "goes back to the newest good state and leaves out the batches that led there.",
     )
-    give_up_after: PositiveInt = described(10, "End with exit code 3 after this many skipped steps in a row.")
+    give_up_after: PositiveInt = described(
+        10, "skip, recompute: end with exit code 3 after this many skipped steps in a row."
+    )
     rollback_after: PositiveInt = described(5, "rollback: skipped steps in a row.")
     spike: PositiveFloat | None = described(
         10.0,
@@ -91,3 +93,8 @@ class StabilityConfig(Section):
         described(1.0, "rollback: the learning rate is multiplied by this for rollback_steps updates.")
     )
     rollback_steps: PositiveInt = described(100, "rollback: updates with that learning rate.")
+
+    @property
+    def patience(self) -> float:
+        """Skipped steps in a row after which a run ends; one that goes back does so instead."""
+        return math.inf if self.on_nonfinite == "rollback" else self.give_up_after

@@ -46,7 +46,7 @@ def linear_cross_entropy(
       dtype: type of the matrix products; softmax and sums are fp32.
       chunk: tokens of each device whose logits exist at a time.
     """
-    setting = _Setting.of(hidden_bsd.shape, kernel_dv.shape, vocab_size, jnp.dtype(dtype), chunk)
+    setting = _Setting.of(hidden_bsd.shape, kernel_dv, vocab_size, jnp.dtype(dtype), chunk)
     return _summed(hidden_bsd, kernel_dv, targets_bs, weights_bs.astype(jnp.float32), setting)
 
 
@@ -60,6 +60,7 @@ class _Setting:
       batch_axes, sequence_axes: mesh axes over which b and s are cut.
       vocab_axes: mesh axes over which the kernel's columns are cut.
       scatter_axes: those along d over which the kernel's gradient leaves cut.
+      kernel_dtype: of the kernel as it is given, and of its gradient.
     """
 
     vocab_size: int
@@ -71,22 +72,35 @@ class _Setting:
     sequence_axes: tuple[str, ...] = ()
     vocab_axes: tuple[str, ...] = ()
     scatter_axes: tuple[str, ...] = ()
+    kernel_dtype: Any = None
 
     @staticmethod
-    def of(
-        hidden: tuple[int, ...], kernel: tuple[int, ...], vocab_size: int, dtype: Any, chunk: int
-    ) -> _Setting:
-        layout, padded = current_layout(), kernel[1] > vocab_size
+    def of(hidden: tuple[int, ...], kernel: jax.Array, vocab_size: int, dtype: Any, chunk: int) -> _Setting:
+        layout, kernel_dtype = current_layout(), kernel.dtype
+        rows, columns = kernel.shape
+        padded = columns > vocab_size
         if layout is None or layout.alone:
-            return _Setting(vocab_size, dtype, chunk, padded, None)
+            return _Setting(vocab_size, dtype, chunk, padded, None, kernel_dtype=kernel_dtype)
 
         batch = cut_axes(layout, "batch", hidden[0])
         sequence = cut_axes(layout, "sequence", hidden[1])
-        vocab = cut_axes(layout, "vocab", kernel[1])
+        vocab = cut_axes(layout, "vocab", columns)
         scatter = tuple(axis for axis in layout.shard_axes if axis in (*batch, *sequence))
-        if kernel[0] % math.prod(layout.axis_size(axis) for axis in scatter):
+        if rows % math.prod(layout.axis_size(axis) for axis in scatter):
             scatter = ()
-        return _Setting(vocab_size, dtype, chunk, padded, layout, batch, sequence, vocab, scatter)
+        return _Setting(
+            vocab_size, dtype, chunk, padded, layout, batch, sequence, vocab, scatter, kernel_dtype
+        )
+
+    @property
+    def lift(self) -> float:
+        """What gradients of logits are multiplied by: in fp16 probabilities below 6e-8 would all be 0."""
+        return 64.0 if self.dtype == jnp.float16 else 1.0
+
+    @property
+    def summed_dtype(self) -> Any:
+        """The type in which the kernel's gradient is summed over devices: a sum over all tokens outgrows fp16."""
+        return jnp.float32 if self.kernel_dtype == jnp.float16 else self.kernel_dtype
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -127,8 +141,13 @@ def _summed_fwd(hidden: Any, kernel: Any, targets: Any, weights: Any, setting: _
 
 
 def _summed_bwd(setting: _Setting, gradients: Any, factor: jax.Array) -> tuple[Any, ...]:
-    d_hidden, d_kernel = ((g * factor).astype(g.dtype) for g in gradients)
-    return d_hidden, d_kernel, None, None
+    d_hidden, d_kernel = gradients
+    return (
+        (d_hidden * factor).astype(d_hidden.dtype),
+        (d_kernel * factor).astype(setting.kernel_dtype),
+        None,
+        None,
+    )
 
 
 _summed.defvjp(_summed_fwd, _summed_bwd)
@@ -167,7 +186,7 @@ def _local(
     if not gradients:
         return loss, None, None
     d_hidden = d_hidden.reshape(count * size, -1)[:tokens].reshape(hidden_bsd.shape)
-    return loss, d_hidden, d_kernel.astype(kernel_dv.dtype)
+    return loss, d_hidden, (d_kernel / setting.lift).astype(setting.summed_dtype)
 
 
 def _chunk(
@@ -202,7 +221,8 @@ def _chunk(
     if not gradients:
         return loss, None, None
     is_target_cv = column_v == targets_c[:, None]
-    d_logits = ((exp_cv / total_c[:, None] - is_target_cv) * weights_c[:, None]).astype(setting.dtype)
-    d_hidden = jnp.einsum("cv,dv->cd", d_logits, kernel_dv, preferred_element_type=jnp.float32)
+    d_logits = (exp_cv / total_c[:, None] - is_target_cv) * (weights_c * setting.lift)[:, None]
+    d_logits = d_logits.astype(setting.dtype)
+    d_hidden = jnp.einsum("cv,dv->cd", d_logits, kernel_dv, preferred_element_type=jnp.float32) / setting.lift
     d_kernel = jnp.einsum("cd,cv->dv", hidden, d_logits, preferred_element_type=jnp.float32)
     return loss, _sum_over(d_hidden, over_vocab).astype(hidden_cd.dtype), d_kernel

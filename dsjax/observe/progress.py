@@ -97,6 +97,10 @@ class Progress:
         if self._mode == "plain":
             self._line(_GAP.join(self._facts().values()))
 
+    def gone_back(self) -> None:
+        """The run goes on from an earlier step: the pace is measured anew."""
+        self._first_update = None
+
     def message(self, text: str) -> None:
         """Shows a line of text, above the bar where there is one."""
         if self._mode == "rich":

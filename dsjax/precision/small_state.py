@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dsjax.mesh import map_named, named_leaves
-
 BLOCK, SMALLEST_BLOCK, SMALLEST = 128, 16, 4096
 
 
@@ -57,39 +55,43 @@ def small_state(
 
 
 def _packed(state: Any, dtype: str, count: jax.Array) -> SmallState:
-    names = {name: number for number, name in enumerate(named_leaves(state))}
-
-    def code(name: str, leaf: Any) -> Any:
-        if not _is_moment(leaf):
-            return leaf
-        if dtype == "bfloat16":
-            return _rounded_at_random(leaf, jax.random.fold_in(jax.random.key(names[name]), count))
-        return encoded(leaf, _is_square(name))[0] if _block(leaf.shape) else leaf
-
-    def scale(name: str, leaf: Any) -> Any:
-        if dtype == "int8" and _is_moment(leaf) and _block(leaf.shape):
-            return encoded(leaf, _is_square(name))[1]
-        return jnp.zeros((), jnp.float32)
-
-    return SmallState(count, map_named(code, state), map_named(scale, state))
+    found, tree = jax.tree_util.tree_flatten_with_path(state)
+    codes, scales = [], []
+    for number, (path, leaf) in enumerate(found):
+        code, scale = leaf, jnp.zeros((), jnp.float32)
+        if _is_moment(leaf) and dtype == "bfloat16":
+            code = _rounded_at_random(leaf, jax.random.fold_in(jax.random.key(number), count))
+        elif _is_moment(leaf) and _block(leaf.shape):
+            code, scale = encoded(leaf, _is_square(path))
+        codes.append(code)
+        scales.append(scale)
+    return SmallState(count, jax.tree.unflatten(tree, codes), jax.tree.unflatten(tree, scales))
 
 
 def _unpacked(state: SmallState) -> Any:
-    def one(name: str, code: Any, scale: Any) -> Any:
+    def one(code: Any, scale: Any) -> Any:
         if code.dtype == jnp.bfloat16:
             return code.astype(jnp.float32)
-        return decoded(code, scale, _is_square(name)) if scale.ndim else code
+        return decoded(code, scale, code.dtype == jnp.uint8) if scale.ndim else code
 
-    return map_named(one, state.codes, state.scales)
+    return jax.tree.map(one, state.codes, state.scales)
+
+
+def mean_of_workers(state: SmallState) -> SmallState:
+    """The mean of states of which each worker has its own, [workers, ...], in the same types."""
+    narrow = any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state.codes))
+    whole = jax.vmap(_unpacked)(state)
+    one = jax.tree.map(lambda x: jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0], whole)
+    return _packed(one, "bfloat16" if narrow else "int8", state.count[0])
 
 
 def _is_moment(leaf: Any) -> bool:
     return leaf.dtype == jnp.float32 and leaf.ndim > 0 and leaf.size >= SMALLEST
 
 
-def _is_square(name: str) -> bool:
-    """Whether a moment is one of squares (optax calls it nu), which are never negative."""
-    return "nu" in name.split("/")
+def _is_square(path: Any) -> bool:
+    """Whether a moment is one of squares, which are never negative, by the names that optax's states give them."""
+    return any(getattr(entry, "name", "") in ("nu", "v", "v_row", "v_col") for entry in path)
 
 
 def _block(shape: tuple[int, ...]) -> int:

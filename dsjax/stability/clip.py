@@ -89,4 +89,6 @@ def _threshold(config: StabilityConfig, fixed: float | None, norms: jax.Array, s
     mean = jnp.sum(relative) / jnp.maximum(known, 1)
     variance = jnp.sum(jnp.where(there, (relative - mean) ** 2, 0.0)) / jnp.maximum(known, 1)
     by_history = median * jnp.where(variance > 3 * mean, 1.0, config.clip_factor)
+    # A part that has had no gradient so far is not held to that.
+    known = jnp.where(median > 0, known, 0)
     return jnp.where(known < min(KNOWN, config.clip_window), jnp.inf if fixed is None else fixed, by_history)

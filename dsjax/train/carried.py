@@ -17,6 +17,7 @@ from dsjax.grad_sync import Exchange
 from dsjax.grad_sync.residuals import exchange_of, facts_of, laid, meaning, regrouped, shapes
 from dsjax.mesh import AXES, map_named, named_leaves
 from dsjax.pipelining.partition import restacked
+from dsjax.precision.small_state import SmallState, mean_of_workers
 from dsjax.train.program import Program
 from dsjax.train.stacking import Held
 from dsjax.train.state import State, each_its_own, first_guards, guards_of
@@ -242,7 +243,7 @@ class Workers:
         if self.before == self.now or self.before is None:
             return state
         params = state.params if self.now is not None else jax.tree.map(_mean_of, state.workers["params"])
-        return replace(state, params=params, opt_state=jax.tree.map(_mean_of, state.opt_state), workers={})
+        return replace(state, params=params, opt_state=_mean_state_of(state.opt_state), workers={})
 
     def parted(self, state: State, read: State) -> State:
         """The state of one as that of as many as there are now.
@@ -289,3 +290,9 @@ def _many_of(replicas: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def _mean_of(leaf: jax.Array) -> jax.Array:
     return jnp.mean(leaf, axis=0).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[0]
+
+
+def _mean_state_of(opt_state: Any) -> Any:
+    """The mean of the optimizers of workers; of codes of numbers that of the numbers."""
+    small = lambda node: isinstance(node, SmallState)  # noqa: E731
+    return jax.tree.map(lambda x: mean_of_workers(x) if small(x) else _mean_of(x), opt_state, is_leaf=small)

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from dsjax.config import Config
 from dsjax.config.parallel import PipelineConfig
+from dsjax.config.precision import StabilityConfig
 from dsjax.data.rows import empty_rows
+from dsjax.errors import ConfigError
 from dsjax.faults import Wrong
 from dsjax.mesh import batch_shards
 from dsjax.precision import compute_dtype
@@ -57,6 +59,8 @@ def _numbers(config: Config, platform: str, wrong: tuple[Wrong, ...]) -> Numbers
     """How numbers are kept in range."""
     fp16 = compute_dtype(config.precision.policy, platform) == jnp.float16
     stability = config.stability
+    if config.diloco.inner_steps:
+        _refuse_apart(stability)
     return Numbers(
         loss_scale=config.precision.loss_scale if fp16 else None,
         clip=stability if stability.clip == "median" else None,
@@ -66,6 +70,22 @@ def _numbers(config: Config, platform: str, wrong: tuple[Wrong, ...]) -> Numbers
         recompute=stability.on_nonfinite == "recompute",
         wrong=wrong,
     )
+
+
+def _refuse_apart(stability: StabilityConfig) -> None:
+    """Refuses what is of one gradient a step where workers that train apart have one each."""
+    wrong = (
+        ("clip", stability.clip, "median", "fixed"),
+        ("on_nonfinite", stability.on_nonfinite, "recompute", "skip or rollback"),
+    )
+    faults = [
+        f"stability.{name}: {value} is of one gradient a step, and workers that train apart (diloco.inner_steps) have "
+        f"one each; set it to {other}"
+        for name, value, refused, other in wrong
+        if value == refused
+    ]
+    if faults:
+        raise ConfigError(faults)
 
 
 def _pipeline(config: Config) -> PipelineConfig:

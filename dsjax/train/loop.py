@@ -107,7 +107,6 @@ def run_loop(
             del state  # the one that comes takes its room
             state = plan.roll_back(program, recorder.astray, step, offset)
             step, offset = int(state.step), int(state.data_step) - int(state.step)
-            recorder.start_clock()
             continue
         if step == plan.steps:
             break
@@ -123,6 +122,9 @@ def run_loop(
                 saving.laid_out_anew(step, state)
     balancer.close()
     recorder.drain()
+    if recorder.astray is not None and plan.roll_back is not None:
+        state = plan.roll_back(program, recorder.astray, step, offset)
+        step = int(state.step)
     saving.last(step, state)
     if step == plan.steps and not cut_off and plan.eval_every and step > start:
         cut_off = not evaluated(step, state)

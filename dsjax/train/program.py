@@ -196,6 +196,8 @@ class Program:
             note = ["diloco.inner_steps: there is one replica (mesh.data is 1), so there is nobody to meet"]
         elif apart and exchange is not None:
             note = [f"diloco: {exchange.route.outer} workers train apart and meet every {apart} steps"]
+        if self.numbers.recompute and self.parts.exact is None:
+            note += ["stability.on_nonfinite: all is fp32 already, so a step that is not finite is skipped"]
         return [*pipeline, *self._exchange_notes, *note]
 
     # ---- state ---------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Recorder:
         *,
         steps: int,
         first_step: int,
-        give_up_after: int,
+        give_up_after: float,
         last_good: Callable[[], str],
         on_step: OnStep | None = None,
         unit: str = "tokens",
@@ -140,7 +140,8 @@ class Recorder:
     def gone_back(self, step: int) -> None:
         """The run goes on from an earlier step: lines past it are of a past that did not last."""
         self._pending.clear()
-        self._watch.forget()
+        self._watch.forget_after(step)
+        self.progress.gone_back()
         self._skipped_in_a_row, self.step = 0, step
         self._seconds, self._tokens, self._waits = [], [], []
         self.metrics.drop_after(step)

@@ -50,10 +50,11 @@ class Rollback:
         Raises:
           Diverged: the run went back too often without getting further, or there is nothing to go back to.
         """
+        self.recorder.beat(step, "restoring")
         self._fruitless = 1 if astray.first > self._reached else self._fruitless + 1
         self._reached = max(self._reached, astray.last)
         batches = range(astray.first - 1 + offset, astray.last + offset)
-        named = gather([list(map(str, self.ids(batch))) for batch in batches])
+        named = gather(together(lambda: [list(map(str, self.ids(batch))) for batch in batches]))
         examples = [one for of_process in named for batch in of_process for one in batch]
         if self._fruitless > self.config.max_rollbacks:
             raise Diverged(self._gave_up(astray, examples))
@@ -75,12 +76,15 @@ class Rollback:
             f"step {astray.last}: {astray.reason}; back to step {went_back} ({tier}); batches {left_out[0]} to "
             f"{left_out[1]} are left out"
         )
-        return self._past(program, state, step + offset)
+        state = self._past(program, state, step + offset)
+        self.saving.keep_anew(went_back, state)
+        self.recorder.start_clock()
+        return state
 
     def _good(self, program: Program, astray: Astray) -> tuple[State, str]:
         """The newest state from before the first bad step, and the tier that holds it."""
         tiers = self.saving.tiers
-        tiers.disk.wait()
+        self.saving.settle_before_going_back(astray.last)
         for one in candidates(tiers):
             if one.step >= astray.first:
                 continue

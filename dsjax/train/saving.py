@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ from dsjax.checkpoint import DiskCheckpoints, MemorySnapshots
 from dsjax.checkpoint.places import put_aside
 from dsjax.checkpoint.snapshots import snapshot_directory
 from dsjax.config.checkpoint import CheckpointConfig, MemoryConfig
-from dsjax.errors import ConfigError, Diverged, DsjaxError, Preempted
+from dsjax.errors import ConfigError, Diverged, DsjaxError, InputError, Preempted
 from dsjax.faults import Faults
-from dsjax.processes import everywhere, gather
+from dsjax.processes import everywhere, together
 from dsjax.train.recorder import Recorder
 from dsjax.train.state import State
 from dsjax.train.votes import SAVE
@@ -143,6 +144,7 @@ class Saving:
     _saved_at: int = -1
     _failures: int = 0
     _owed: bool = False
+    _late: bool = False
     _uncommitted: int | None = None
     _committed: int = -1
     _copied: int = -1
@@ -166,19 +168,50 @@ class Saving:
         """What was found of the state of a step, by which the best are kept."""
         self._evaluated = step, results
 
+    def settle_before_going_back(self, step: int) -> None:
+        """Waits for what is being saved; a save that fails is of a state that no longer counts."""
+        try:
+            together(self.tiers.disk.wait)
+        except DsjaxError as error:
+            if jax.process_count() > 1:
+                raise  # processes that wait for each other in a save cannot begin another one
+            self.tiers.disk.recover()
+            self.recorder.event("save_failed", step, reason=error.faults[0], failures=1)
+        self._settle()
+
     def gone_back(self, step: int) -> None:
-        """States of later steps no longer count; those on disk get another name."""
+        """States of later steps no longer count; those on disk get another name, until the run goes back again.
+
+        Raises:
+          InputError: a checkpoint cannot be renamed.
+        """
         if self.tiers.memory is not None:
             self.tiers.memory.forget_after(step)
         disk, remote = self.tiers.disk, self.tiers.remote
-        if jax.process_index() == 0:
+
+        def leave() -> None:
+            for old in disk.directory.glob("*.rolled_back"):
+                shutil.rmtree(old, ignore_errors=True)
             for later in (one for one in disk.steps() if one > step):
                 put_aside(disk.directory / str(later), "rolled_back")
+                if disk.has(later):
+                    where = disk.directory / str(later)
+                    raise InputError(f"{where}: cannot be renamed, and is of a past that did not last")
             if remote is not None:
                 remote.forget_after(step)
-        gather(None)  # now they are gone for all
-        self._uncommitted, self._evaluated = None, (-1, {})
+
+        together(lambda: leave() if jax.process_index() == 0 else None)
+        self._uncommitted, self._evaluated, self._owed = None, (-1, {}), False
+        self._committed, self._copied = (min(one, step) for one in (self._committed, self._copied))
         self.started_at(step)
+
+    def keep_anew(self, step: int, state: State) -> None:
+        """Saves a state that was gone back to, so that a restart, too, leaves out the batches that it leaves out."""
+        memory = self.tiers.memory
+        if memory is not None and memory.every:
+            memory.save(step, state, self.facts(step))
+        else:
+            self._late = True
 
     def laid_out_anew(self, step: int, state: State) -> None:
         """The state has other shapes or places from now on."""
@@ -206,7 +239,7 @@ class Saving:
             if self.recorder.sound:
                 memory.save(step, state, self.facts(step))
         every = self.config.disk.every
-        if self._owed or self.recorder.asked & SAVE or (every and step % every == 0):
+        if self._owed or self._late or self.recorder.asked & SAVE or (every and step % every == 0):
             self._save(step, state)
 
     def check(self, step: int) -> None:
@@ -239,7 +272,7 @@ class Saving:
     def last(self, step: int, state: State) -> None:
         """Saves the state that the loop ends with, and waits until it is on disk."""
         while True:
-            if self._saved_at != step or self._owed:
+            if self._saved_at != step or self._owed or self._late:
                 self._save(step, state, last=True)
             try:
                 self.tiers.disk.wait()
@@ -286,12 +319,14 @@ class Saving:
         recorder.drain()
         if not recorder.sound and not last:
             # The parameters may be ruined already: the checkpoints from before are worth more than their place.
-            recorder.progress.message(f"step {step}: not saved, as the last steps went wrong")
+            if not self._late:
+                recorder.progress.message(f"step {step}: not saved before a step goes well again")
+            self._late = True
             return
         recorder.beat(step, "saving")
         if not self._owed:
             self._failures = 0
-        self._owed = False
+        self._owed = self._late = False
         recorder.asked &= ~SAVE
         self._saved_at, self._saved_time = step, time.monotonic()
         evaluated, results = self._evaluated

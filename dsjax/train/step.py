@@ -87,9 +87,16 @@ def _updated(parts: StepParts, state: State, params: Any, opt_state: Any, grads:
     """(parameters, optimizer state) after an update."""
     updates, opt_state = parts.optimizer.update(grads, opt_state, params)
     if parts.numbers.cooled is not None:
-        factor = jnp.where(state.updates < state.guards["cooling"].until, parts.numbers.cooled, 1.0)
+        factor = _cooled(parts, state)
         updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
     return optax.apply_updates(params, updates), opt_state
+
+
+def _cooled(parts: StepParts, state: State) -> Any:
+    """Factor of the learning rate: below 1 for a while after a rollback."""
+    if parts.numbers.cooled is None:
+        return 1.0
+    return jnp.where(state.updates < state.guards["cooling"].until, parts.numbers.cooled, 1.0)
 
 
 def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -> tuple[State, Metrics]:
@@ -122,19 +129,22 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
         "asked": counted(votes),
         **{f"extra/{name}": s / jnp.maximum(w, 1e-30) for name, (s, w) in sums.extras.items()},
     }
-    overflow = ~(jnp.isfinite(sums.loss) & jnp.isfinite(norm))
+    overflow = jnp.isfinite(sums.loss) & ~jnp.isfinite(norm)
     if again is not None:
         metrics["recomputed"] = again & applied
-        overflow |= again
-    guards, excused = _scaled(parts, after, sums, overflow)
+        overflow = again
+    guards, excused = _scaled(parts, after, overflow)
+    if again is not None:
+        excused = jnp.bool_(False)  # fp32 was no better
     if "scaling" in guards:
         metrics |= {
             "loss_scale": state.guards["scaling"].scale,
             "overflows": guards["scaling"].overflows,
-            "overflow": excused & ~applied,
+            "overflow": excused,
         }
     if parts.schedule is not None:
-        metrics["learning_rate"] = jnp.asarray(parts.schedule(state.updates), jnp.float32)
+        rate = jnp.asarray(parts.schedule(state.updates), jnp.float32)
+        metrics["learning_rate"] = rate * _cooled(parts, state)
     after = replace(
         after,
         step=state.step + 1,
@@ -157,19 +167,14 @@ def guarded(applied: jax.Array, after: State, before: State) -> State:
     )
 
 
-def _scaled(
-    parts: StepParts, state: State, sums: Sums, overflow: jax.Array
-) -> tuple[dict[str, Any], jax.Array]:
-    """The guards with the loss scale after a step, and whether it was for the scale that the step went wrong."""
+def _scaled(parts: StepParts, state: State, overflow: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+    """The guards with the loss scale after a step, and whether a lower scale may be all that the step wanted."""
     config = parts.numbers.loss_scale
     if config is None:
         return state.guards, jnp.bool_(False)
     now = state.guards["scaling"]
-    # A scale that has come down to its minimum, or a loss that is not finite, is none of the scale's doing.
     scaling = next_scale(config, now, overflow)
-    return {**state.guards, "scaling": scaling}, overflow & jnp.isfinite(sums.loss) & (
-        now.scale > config.minimum
-    )
+    return {**state.guards, "scaling": scaling}, overflow & (now.scale > config.minimum)
 
 
 def _together(

@@ -18,12 +18,17 @@ def trace_window(profile: ProfileConfig, run_dir: Path) -> Callable[[int], None]
     first = profile.start
     if first is None:
         return lambda step: None
-    end = first + profile.steps
+    # A run that goes back over the window is traced once, from the first time until it is behind it.
+    left, tracing = profile.steps, False
 
     def before_step(step: int) -> None:
-        if step == first:
+        nonlocal left, tracing
+        if step == first and not tracing and left:
             jax.profiler.start_trace(str(run_dir / "profile"), create_perfetto_trace=True)
-        elif step == end:
+            tracing = True
+        elif tracing and not left:
             jax.profiler.stop_trace()
+            tracing = False
+        left -= tracing
 
     return before_step

@@ -468,7 +468,7 @@ class Trainer:
             list(self.mesh.devices.flat),
             steps=steps,
             first_step=step,
-            give_up_after=self.config.stability.give_up_after,
+            give_up_after=self.config.stability.patience,
             last_good=lambda: last_good(self.checkpoints),
             on_step=on_step,
             unit=self._unit,

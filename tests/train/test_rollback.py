@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from test_fit import Net, example, lines, loss
 
 import dsjax
 from dsjax.checkpoint import listing
-from dsjax.errors import Diverged
+from dsjax.errors import ConfigError, Diverged, Preempted
 
 STEPS, ROWS = 40, 8
 
@@ -36,7 +38,13 @@ def batches(bad: Iterable[int] = (), value: float = np.inf, left_out: Iterable[i
 
 
 def fit(
-    directory: Path, data: Any, steps: int = STEPS, mesh: Any = None, checkpoint: Any = None, **stability: Any
+    directory: Path,
+    data: Any,
+    steps: int = STEPS,
+    mesh: Any = None,
+    checkpoint: Any = None,
+    on_step: Any = None,
+    **stability: Any,
 ) -> Any:
     made = dsjax.Trainer(
         lambda rngs: Net(rngs=rngs), loss, optax.adam(1e-2, eps=1e-4), mesh=mesh or {"data": 2},
@@ -44,7 +52,7 @@ def fit(
         checkpoint=checkpoint or {"disk": {"every": 5, "keep": 9}},
         stability={"on_nonfinite": "rollback", "rollback_after": 3, **stability},
     )  # fmt: skip
-    return made.fit(data, steps=steps)
+    return made.fit(data, steps=steps, on_step=on_step)
 
 
 def losses(directory: Path) -> list[float]:
@@ -174,3 +182,36 @@ def test_a_run_of_a_pipeline_goes_back(tmp_path: Path) -> None:
     (event,) = went_back(tmp_path / "run")
     assert event["step"] == 6 and event["examples"]
     assert got[:6] == clean[:6] and len(got) == 12 and all(loss is not None for loss in got)
+
+
+def test_a_spike_that_is_known_only_at_a_stop_is_gone_back_over_first(tmp_path: Path) -> None:
+    def stop(step: int, record: Any) -> None:
+        if step == 29:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    seldom = {"disk": {"every": 7, "keep": 9}}  # a save looks at all steps before it
+    with pytest.raises(Preempted):
+        fit(tmp_path / "run", batches([29], 1e3), checkpoint=seldom, spike=20.0, on_step=stop)
+    (event,) = went_back(tmp_path / "run")
+    assert event["step"] == 28 and [one.step for one in listing(tmp_path / "run" / "checkpoints")][-1] == 28
+    fit(tmp_path / "run", batches([29], 1e3), checkpoint=seldom, spike=20.0)
+    first, last = event["skipped_batches"]
+    fit(tmp_path / "clean", batches(left_out=range(first, last + 1)))
+    assert losses(tmp_path / "run") == losses(tmp_path / "clean")
+
+
+def test_going_far_back_is_no_spike(tmp_path: Path) -> None:
+    # The first losses are far above the late ones.
+    fit(tmp_path / "run", batches(range(30, 33), 3e38), checkpoint={"disk": {"every": 0}}, spike=3.0)
+    assert [e["step"] for e in went_back(tmp_path / "run")] == [0]
+
+
+@pytest.mark.parametrize(
+    ("stability", "setting"), [({"clip": "median"}, "clip"), ({"on_nonfinite": "recompute"}, "on_nonfinite")]
+)
+def test_what_is_of_one_gradient_is_refused_of_workers_that_train_apart(stability: Any, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"stability\.{setting}: .*diloco\.inner_steps"):
+        dsjax.Trainer(
+            lambda rngs: Net(rngs=rngs), loss, optax.sgd(0.1), mesh={"data": 2}, diloco={"inner_steps": 2},
+            stability=stability,
+        )  # fmt: skip
