@@ -8,7 +8,8 @@ Several are separated by ``;``.  Each is a kind, ``@``, and what it needs:
 * ``disk_full@step=N``: the first save to disk at or after step N finds no space left (``times=K``: the first K);
 * ``save_error@step=N``: that save fails with an input/output error;
 * ``nan@step=N,steps=K``, ``inf@...``: loss and gradient of K steps (default 1) from step N on are not finite;
-* ``spike@step=N,steps=K,factor=F``: they are F times (default 100) as large as they are.
+* ``spike@step=N,steps=K,factor=F``: they are F times (default 100) as large as they are;
+* ``bitflip@step=N,device=D``: before step N a bit of a parameter turns on the device of that number (default 0).
 
 All take ``attempt=A``, the number of restarts by `dsjax launch` after which it strikes (default 0: before any;
 ``attempt=any``: whenever), and those that are of a process ``rank=R`` (default: every one).  A fault strikes once:
@@ -38,6 +39,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "nan": ("step", "steps"),
     "inf": ("step", "steps"),
     "spike": ("step", "steps", "factor"),
+    "bitflip": ("step", "device"),
 }
 _OF_NUMBERS = ("nan", "inf", "spike")
 _NUMBERS = {"disk_full": errno.ENOSPC, "save_error": errno.EIO}
@@ -62,6 +64,7 @@ class Fault:
     attempt: int | None = 0
     seconds: float = 1.0
     factor: float = 100.0
+    device: int = 0
     left: int = 1
     text: str = ""
 
@@ -112,6 +115,14 @@ class Faults:
                 while True:
                     time.sleep(3600)
 
+    def bit_to_flip(self, step: int) -> int | None:
+        """The device on which a bit is to turn before this step."""
+        for fault in self.faults:
+            if fault.kind == "bitflip" and fault.step == step and fault.left:
+                self._strikes(fault)
+                return fault.device
+        return None
+
     def before_save(self, step: int) -> None:
         """Raises the error that a save to disk shall meet.
 
@@ -147,6 +158,7 @@ def _parsed(text: str) -> Fault:
             attempt=None if given.get("attempt") == "any" else int(given.get("attempt", 0)),
             seconds=float(given.get("seconds", 1.0)),
             factor=float(given.get("factor", 100.0)),
+            device=int(given.get("device", 0)),
             left=int(given.get("times", given.get("steps", 1))),
             text=text,
         )
@@ -154,7 +166,7 @@ def _parsed(text: str) -> Fault:
         fault = None
     if (
         fault is None
-        or min(fault.step, fault.left, fault.rank or 0) < 0
+        or min(fault.step, fault.left, fault.rank or 0, fault.device) < 0
         or not (0 <= fault.seconds < math.inf and 0 <= fault.factor < math.inf)
     ):
         raise ConfigError(f"{VARIABLE}: {text!r}: takes numbers from 0 on, as in kill@step=7,rank=1")

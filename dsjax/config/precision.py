@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from dsjax.config.fields import BelowOne, PositiveFloat, PositiveInt, Section, Takes, described
+from dsjax.config.fields import (
+    BelowOne,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Takes,
+    described,
+)
 
 
 def _power_of_two(value: float) -> float:
@@ -93,6 +101,12 @@ class StabilityConfig(Section):
         described(1.0, "rollback: the learning rate is multiplied by this for rollback_steps updates.")
     )
     rollback_steps: PositiveInt = described(100, "rollback: updates with that learning rate.")
+
+    check_replicas_every: NonNegativeInt = described(
+        0,
+        "Compare every N steps, bit by bit, what devices hold alike (replicas of parameters and optimizer state); end "
+        "with exit code 70, naming the device, where they differ. 0: never. Waits for the step.",
+    )
 
     @property
     def patience(self) -> float:

@@ -7,15 +7,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import jax
 
-from dsjax.errors import InputError, OutOfDeviceMemory, Preempted
+from dsjax.errors import InputError, InternalError, OutOfDeviceMemory, Preempted
 from dsjax.faults import Faults
 from dsjax.processes import everywhere
+from dsjax.stability.replicas import Replicas, flipped
 from dsjax.stability.watch import Astray
 from dsjax.train.balance import Balancer
 from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory
@@ -44,6 +45,7 @@ class Plan:
       on_program: called with the program that takes over, when a pipeline's stages are balanced anew.
       evaluate_first: the evaluation of the state that the loop starts from is still owed.
       faults: those to be injected.
+      check_replicas_every: compare replicas every N steps; 0: never.
       roll_back: gives the state to go on from when the run has gone astray (`Rollback`).
     """
 
@@ -57,6 +59,7 @@ class Plan:
     on_program: Callable[[Program], None] = lambda program: None
     evaluate_first: bool = False
     faults: Faults = field(default_factory=Faults)
+    check_replicas_every: int = 0
     roll_back: Callable[[Program, Astray, int, int], State] | None = None
 
 
@@ -82,6 +85,7 @@ def run_loop(
     alone = jax.process_count() == 1
     evaluated = partial(_evaluate, plan, recorder, saving, stop)
     cut_off = plan.evaluate_first and not evaluated(start, state)
+    check_replicas = _replica_check(plan.check_replicas_every, recorder)
     balancer = Balancer(program, recorder, plan.on_program, last_of_call)
     recorder.start_clock()
     step = start
@@ -89,6 +93,7 @@ def run_loop(
         step += 1
         plan.trace(step)
         plan.faults.before_step(step)
+        state = _with_faults(plan.faults, step, state)
         recorder.beat(step, "waiting for data")
         waited = time.monotonic()
         batch = _next_batch(batches, step, plan.steps)
@@ -114,6 +119,7 @@ def run_loop(
             break
         if plan.eval_every and step % plan.eval_every == 0:
             cut_off = not evaluated(step, state)
+        check_replicas(program, step, state)
         saving.step_done(step, state)
         if step < last_of_call and not cut_off:
             before = program
@@ -136,6 +142,45 @@ def run_loop(
             f"stopped at step {step} of {plan.steps} ({reason}), saved; run the same again to go on"
         )
     return state
+
+
+def _with_faults(faults: Faults, step: int, state: State) -> State:
+    """The state with a bit of its first parameter turned, if that is asked for."""
+    device = faults.bit_to_flip(step)
+    if device is None:
+        return state
+    leaves, tree = jax.tree.flatten(state.params)
+    return replace(state, params=jax.tree.unflatten(tree, [flipped(leaves[0], device), *leaves[1:]]))
+
+
+def _replica_check(every: int, recorder: Recorder) -> Callable[[Program, int, State], None]:
+    """What looks after every so many steps whether replicas are the same.
+
+    It raises InternalError where they are not.
+    """
+    if not every:
+        return lambda program, step, state: None
+    made: dict[int, Replicas] = {}  # for each program: balancing lays states out anew
+
+    def check(program: Program, step: int, state: State) -> None:
+        if step % every:
+            return
+        if id(program) not in made:
+            made[id(program)] = Replicas(program.mesh, program.abstract_state)
+        differing = made[id(program)].differing(state)
+        recorder.start_clock()
+        if not differing:
+            return
+        devices = sorted({device for odd in differing.values() for device in odd})
+        names = list(differing)
+        recorder.event("replicas_differ", step, devices=devices, arrays=names)
+        raise InternalError(
+            f"step {step}: replicas differ, which no program does: device {', '.join(map(str, devices))} holds other "
+            f"numbers than its replicas in {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}; take it out, and "
+            f"go on from a checkpoint from before step {step - every}"
+        )
+
+    return check
 
 
 def _next_batch(batches: Iterator[Any], step: int, steps: int) -> Any:

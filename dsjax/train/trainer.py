@@ -454,6 +454,7 @@ class Trainer:
             trace=trace_window(self.config.observe.profile, self.directory.path),
             on_program=self.go_on_with,
             faults=self._faults,
+            check_replicas_every=self.config.stability.check_replicas_every,
         )
 
     @contextmanager

@@ -237,7 +237,8 @@ def test_a_killed_process_loses_no_line(undisturbed: list[float], tmp_path: Path
     [
         (
             "fire@step=1",
-            "'fire@step=1' is of no known kind; there are kill, hang, slow, disk_full, save_error",
+            "'fire@step=1' is of no known kind; there are kill, hang, slow, disk_full, save_error, nan, inf, "
+            "spike, bitflip",
         ),
         ("kill@rank=1", "'kill@rank=1' needs step=N; kill takes step, rank, attempt"),
         ("kill@step=1,loud=2", "'kill@step=1,loud=2' knows no loud; kill takes step, rank, attempt"),
