@@ -23,6 +23,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@! find tests -name 'test_*.py' -printf '%f\n' | sort | uniq -d | grep . || { echo "no two test files may have one name"; exit 1; }
 
 docs: $(STAMP)  ## what is generated from the code
 	$(BIN)/python -m dsjax.config.reference > docs/config.md
