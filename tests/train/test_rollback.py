@@ -132,7 +132,9 @@ def test_the_learning_rate_is_lowered_for_a_while(tmp_path: Path) -> None:
     fit(tmp_path / "run", data, rollback_learning_rate=0.5, rollback_steps=4)
     fit(tmp_path / "plain", data)
     slow, plain = losses(tmp_path / "run"), losses(tmp_path / "plain")
-    assert slow[:21] == plain[:21] and slow[21] != plain[21]
+    # Another program, which may round otherwise.
+    np.testing.assert_allclose(slow[:21], plain[:21], rtol=1e-5)
+    assert abs(slow[21] - plain[21]) > 1e-3 * plain[21]
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf", "spike"])
