@@ -113,13 +113,13 @@ def run_loop(
             state = plan.roll_back(program, recorder.astray, step, offset)
             step, offset = int(state.step), int(state.data_step) - int(state.step)
             continue
+        check_replicas(program, step, state)
         if step == plan.steps:
             break
         if recorder.asked & STOP or (alone and stop.requested):
             break
         if plan.eval_every and step % plan.eval_every == 0:
             cut_off = not evaluated(step, state)
-        check_replicas(program, step, state)
         saving.step_done(step, state)
         if step < last_of_call and not cut_off:
             before = program
@@ -160,14 +160,16 @@ def _replica_check(every: int, recorder: Recorder) -> Callable[[Program, int, St
     """
     if not every:
         return lambda program, step, state: None
-    made: dict[int, Replicas] = {}  # for each program: balancing lays states out anew
+    of: Program | None = None  # balancing lays states out anew, in another program
+    replicas: Replicas | None = None
 
     def check(program: Program, step: int, state: State) -> None:
+        nonlocal of, replicas
         if step % every:
             return
-        if id(program) not in made:
-            made[id(program)] = Replicas(program.mesh, program.abstract_state)
-        differing = made[id(program)].differing(state)
+        if replicas is None or of is not program:
+            of, replicas = program, Replicas(program.mesh, program.abstract_state)
+        differing = replicas.differing(state)
         recorder.start_clock()
         if not differing:
             return

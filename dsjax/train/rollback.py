@@ -90,9 +90,8 @@ class Rollback:
                 continue
             try:
                 store = one.open()
-                return restored(program, store, one.step, together(partial(store.facts, one.step)))[
-                    0
-                ], one.tier
+                facts = together(partial(store.facts, one.step))
+                return restored(program, store, one.step, facts)[0], one.tier
             except Damaged as error:
                 self.recorder.event("checkpoint_skipped", one.step, tier=one.tier, reason=error.faults[0])
         if self.fresh is None:

@@ -209,6 +209,7 @@ class Saving:
         """Saves a state that was gone back to, so that a restart, too, leaves out the batches that it leaves out."""
         memory = self.tiers.memory
         if memory is not None and memory.every:
+            memory.forget_after(step - 1)  # two snapshots of one step would be one made of both
             memory.save(step, state, self.facts(step))
         else:
             self._late = True

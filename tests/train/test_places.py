@@ -66,6 +66,8 @@ def test_parameters_come_from_a_run_whose_checkpoints_lie_elsewhere(tmp_path: Pa
     made(tmp_path / "one", disk={"path": str(tmp_path / "fast")}).fit(loader(), steps=2)
     begin = made(tmp_path / "two", run={"dir": str(tmp_path / "two"), "init_from": str(tmp_path / "one")})
     begin.fit(loader(), steps=1)
+    # Of one seed and the same first batch: the loss is another one because the parameters are.
+    assert lines(tmp_path / "two")[0]["loss"] != lines(tmp_path / "one")[0]["loss"]
 
 
 def stored(directory: Path, *names: str) -> dict[str, Any]:

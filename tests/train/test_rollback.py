@@ -217,3 +217,22 @@ def test_what_is_of_one_gradient_is_refused_of_workers_that_train_apart(stabilit
             lambda rngs: Net(rngs=rngs), loss, optax.sgd(0.1), mesh={"data": 2}, diloco={"inner_steps": 2},
             stability=stability,
         )  # fmt: skip
+
+
+def test_a_run_that_is_lost_after_it_went_back_leaves_the_same_batches_out(tmp_path: Path) -> None:
+    class Lost(BaseException):
+        pass
+
+    def lose(step: int, record: Any) -> None:
+        if step == 22 and went_back(tmp_path / "run"):
+            raise Lost
+
+    memory = {"memory": {"every": 4, "path": str(tmp_path / "memory")}, "disk": {"every": 0}}
+    with pytest.raises(Lost):
+        fit(tmp_path / "run", batches(range(22, 25), 3e38), checkpoint=memory, on_step=lose)
+    fit(tmp_path / "run", batches(range(22, 25), 3e38), checkpoint=memory)
+    (event,) = went_back(tmp_path / "run")
+    (resumed,) = [e for e in lines(tmp_path / "run", "events.jsonl") if e["kind"] == "resumed"]
+    assert (resumed["step"], resumed["tier"]) == (20, "memory")
+    fit(tmp_path / "clean", batches(left_out=range(20, event["skipped_batches"][1] + 1)))
+    assert losses(tmp_path / "run") == losses(tmp_path / "clean")
