@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -13,8 +14,12 @@ from typing import IO
 from dsjax.errors import InputError
 
 LOGS = "launch-logs"
-# What XLA's CPU collectives print for every group of devices; the logs keep it.
-_CHATTER = b"[Gloo] Rank "
+# What XLA's CPU collectives print for every group of devices; the logs keep it. It is written piece by piece, one
+# thread a device, so that words of others may stand between any two pieces: those are shown.
+_CHATTER = re.compile(
+    rb"\[Gloo\] Rank (\d+ is connected to (\d+ peer ranks\. (Expected number of connected peer ranks is : )?)?)?"
+    rb"| is connected to | peer ranks\. |Expected number of connected peer ranks is : "
+)
 
 
 class Output:
@@ -69,8 +74,9 @@ class Output:
                 _write(log, b"==== attempt %d ====\n" % attempt)
             for line in pipe:
                 _write(log, line)
-                if not line.startswith(_CHATTER):
-                    self._print(f"[{rank}] ".encode() + line)
+                own = without_chatter(line)
+                if own is not None:
+                    self._print(f"[{rank}] ".encode() + own)
 
     def _print(self, line: bytes) -> None:
         with self._lock:
@@ -81,6 +87,14 @@ class Output:
                 except OSError:  # the terminal has gone: the logs are left
                     self._echo = False
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def without_chatter(line: bytes) -> bytes | None:
+    """The line less what XLA's CPU collectives said in it; None: they alone spoke."""
+    if b"peer ranks" not in line and b"[Gloo] Rank " not in line:
+        return line
+    own = _CHATTER.sub(b"", line)
+    return own if own.strip(b"0123456789 \n") else None
 
 
 def _write(log: IO[bytes], line: bytes) -> None:

@@ -12,7 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dsjax.launch.output import without_chatter
+
 ROOT = Path(__file__).parents[2]
+# What XLA's CPU collectives say, in two halves.
+GLOO = b"[Gloo] Rank 0 is connected to 1 peer ranks. "
+LAST = b"Expected number of connected peer ranks is : "
 START = "import os, signal, sys, time\nrank = int(os.environ['DSJAX_PROCESS_ID'])\n"
 
 
@@ -227,7 +232,7 @@ def test_sigterm_ends_a_joined_process_that_does_not_handle_it(tmp_path):
 def test_two_workers_compute_together_and_a_killed_one_ends_both(tmp_path):
     code = (
         "from dsjax.backend.platform import setup\nfrom dsjax.config.schema import RuntimeConfig\n"
-        "setup(RuntimeConfig(platform='cpu', cpu_devices=2, compilation_cache=None))\n"
+        "setup(RuntimeConfig(platform='cpu', cpu_devices=1, compilation_cache=None))\n"
         "import jax\nfrom jax.experimental.multihost_utils import process_allgather\n"
         "for i in range(10_000):\n"
         "  total = int(process_allgather(jax.numpy.array([rank + 1])).sum())\n"
@@ -235,6 +240,30 @@ def test_two_workers_compute_together_and_a_killed_one_ends_both(tmp_path):
         "  if i == 3 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     exit_code, out, _ = run(tmp_path, 2, code)
-    assert exit_code == 137 and "[0] devices 4 total 3" in out and "[1] devices 4 total 3" in out
+    assert exit_code == 137 and "[0] devices 2 total 3" in out and "[1] devices 2 total 3" in out
     assert "rank 1 was ended by SIGKILL" in out
     assert "[Gloo]" not in out
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (
+            b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n",
+            None,
+        ),
+        (
+            b"[Gloo] Rank [Gloo] Rank 00 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n",
+            None,
+        ),
+        (GLOO + LAST + b"1\n", None),
+        (b"[Gloo] Rank " + GLOO.replace(b"0", b"00") + LAST + b"1\n", None),
+        (GLOO + b"step 4 loss 3\n", b"step 4 loss 3\n"),
+        (LAST + b"1\n", None),
+        (GLOO + LAST + b"step 4\n", b"step 4\n"),
+        (b"1\n", b"1\n"),
+        (b"[Gloo] rendezvous failed\n", b"[Gloo] rendezvous failed\n"),
+    ],
+)
+def test_what_others_say_amid_the_collectives_is_shown(line, shown):
+    assert without_chatter(line) == shown
