@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,14 +16,14 @@ import optax
 from dsjax.checkpoint import DiskCheckpoints, MemorySnapshots
 from dsjax.config import from_dict
 from dsjax.config.checkpoint import MemoryConfig
-from dsjax.config.precision import LossScaleConfig
 from dsjax.mesh import make_mesh, named_leaves
 from dsjax.models import build
+from dsjax.precision import Policy
+from dsjax.train.lay_out import numbers_of
 from dsjax.train.losses import language_model_loss, language_model_stages
 from dsjax.train.optimizers import make_optimizer, make_schedule
 from dsjax.train.program import Program, Recipe
 from dsjax.train.resume import restore
-from dsjax.train.state import Numbers
 
 AXES = ("pipeline", "data", "fsdp", "context", "tensor")
 STEPS, BATCH, LENGTH, VOCAB = 5, 32, 32, 67
@@ -37,6 +37,7 @@ PLAIN: Mapping[str, Any] = {
     "gradient_accumulation_steps": 1, "remat": "none",
     "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
     "window": None, "layers": 5, "exchange": "plain", "restart": "none", "scaled": False,
+    "format": "fp32", "state_dtype": "float32", "on_nonfinite": "skip",
 }  # fmt: skip
 """One device, fp32, no tricks."""
 EXCHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -44,6 +45,10 @@ EXCHANGES: Mapping[str, Mapping[str, Any]] = {
     # Two levels where `data` spans pairs of near devices, in groups of layers that one layer fills.
     "pairs": {"topology": {"node": 2}, "route": "hierarchical", "overlap": True, "bucket_bytes": 4096},
     "groups": {"overlap": True, "bucket_bytes": 20_000},
+}
+FORMATS: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"policy": name} for name in ("fp32", "bf16", "fp16")},
+    **{f"fp8_{how}": {"policy": "fp8", "fp8": {"scaling": how}} for how in ("tensor", "delayed", "block")},
 }
 COMPUTED = ("rows", "dropout", "tied", "optimizer", "window", "layers")
 
@@ -86,8 +91,10 @@ def config_of(settings: Mapping[str, Any]) -> Any:
             },
             "optimizer": {
                 "kind": settings["optimizer"], "learning_rate": RATE, "eps": 1e-4, "max_grad_norm": 1.0,
-                "schedule": {"warmup_steps": 2},
+                "schedule": {"warmup_steps": 2}, "state_dtype": settings["state_dtype"],
             },
+            "precision": {**FORMATS[settings["format"]], "loss_scale": {"initial": 1024.0}},
+            "stability": {"on_nonfinite": settings["on_nonfinite"]},
             "pipeline": pipeline_of(settings["pipeline"][1]),
             "grad_sync": EXCHANGES[settings["exchange"]],
             "mesh": {
@@ -112,7 +119,7 @@ def keep_gradients() -> optax.GradientTransformation:
     )
 
 
-def program_of(settings: Mapping[str, Any], devices: Any = None, compute_dtype: Any = jnp.float32) -> Program:
+def program_of(settings: Mapping[str, Any], devices: Any = None) -> Program:
     """The compiled side of a run with these settings, on the first devices here unless others are given."""
     config = config_of(settings)
     train = config.train
@@ -130,6 +137,9 @@ def program_of(settings: Mapping[str, Any], devices: Any = None, compute_dtype: 
         remat_by_step=False,
         stages=language_model_stages(spec.trunk, 48, train.remat),
     )
+    numbers = numbers_of(config, "cpu", ())
+    if settings["scaled"]:
+        numbers = replace(numbers, loss_scale=config.precision.loss_scale)
     parts = settings["data"] * settings["fsdp"] * train.gradient_accumulation_steps
     return Program(
         recipe,
@@ -140,8 +150,8 @@ def program_of(settings: Mapping[str, Any], devices: Any = None, compute_dtype: 
         grad_sync=config.grad_sync,
         rows_a_pass=BATCH // parts,
         max_grad_norm=config.optimizer.max_grad_norm,
-        numbers=Numbers(loss_scale=LossScaleConfig(initial=1024.0) if settings["scaled"] else None),
-        compute_dtype=compute_dtype,
+        numbers=numbers,
+        policy=Policy.of(config.precision, "cpu"),
         # How the devices share the work is settled before this level counts; compiling takes half the time.
         compiler_options={"xla_backend_optimization_level": 0},
     )

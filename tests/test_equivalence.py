@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cover import pairs_of, pairwise
 from oracle import AXES, BATCH, PLAIN, devices_of, on_one_device, train
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -65,35 +66,6 @@ def allowed(case: Mapping[str, Any]) -> bool:
     return devices_of(case) <= DEVICES and BATCH % parts == 0 and BATCH // parts >= stages
 
 
-def pairs_of(case: Mapping[str, Any]) -> set[tuple[Any, ...]]:
-    return set(
-        itertools.combinations(sorted(case.items(), key=lambda item: list(SETTINGS).index(item[0])), 2)
-    )
-
-
-def pairwise() -> list[dict[str, Any]]:
-    """Few cases in which every allowed pair of values meets: the best of random candidates, again and again."""
-    missing = {
-        pair
-        for a, b in itertools.combinations(SETTINGS, 2)
-        for pair in itertools.product([(a, v) for v in SETTINGS[a]], [(b, v) for v in SETTINGS[b]])
-        if allowed(dict(pair))
-    }
-    rng = random.Random(0)
-    cases = []
-    while missing:
-        wanted = min(missing, key=repr)
-        candidates = []
-        while len(candidates) < 200:
-            case = {name: rng.choice(values) for name, values in SETTINGS.items()} | dict(wanted)
-            if allowed(case):
-                candidates.append(case)
-        best = max(candidates, key=lambda case: len(pairs_of(case) & missing))
-        cases.append(best)
-        missing -= pairs_of(best)
-    return cases
-
-
 def product() -> Iterator[dict[str, Any]]:
     """Every case of the settings in PRODUCT; cases that differ in their rows alone share a program."""
     for values in itertools.product(*(SETTINGS[name] for name in PRODUCT)):
@@ -127,7 +99,7 @@ def check(case: Mapping[str, Any]) -> None:
         close(f"parameter {name}", got.params[name], value)
 
 
-@pytest.mark.parametrize("case", pairwise(), ids=label)
+@pytest.mark.parametrize("case", pairwise(SETTINGS, allowed), ids=label)
 def test_a_layout_equals_one_device(case: dict[str, Any]) -> None:
     check(case)
 
@@ -139,7 +111,7 @@ def test_the_whole_product_equals_one_device(case: dict[str, Any]) -> None:
 
 
 def test_every_pair_of_values_is_covered() -> None:
-    covered = set().union(*(pairs_of(case) for case in pairwise()))
+    covered = set().union(*(pairs_of(case) for case in pairwise(SETTINGS, allowed)))
     for a, b in itertools.combinations(SETTINGS, 2):
         for x, y in itertools.product(SETTINGS[a], SETTINGS[b]):
             if allowed({a: x, b: y}):

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from dsjax.config.fields import (
     BelowOne,
+    NonEmpty,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -51,14 +52,36 @@ class LossScaleConfig(Section):
         return self
 
 
+class Fp8Config(Section):
+    """Products in fp8 (policy fp8, or a table that names it)."""
+
+    scaling: Literal["tensor", "delayed", "block"] = described(
+        "tensor",
+        "What has a scale. tensor: each operand, E4M3 forward and E5M2 for gradients. delayed: likewise, by the "
+        "largest magnitudes of passes before. block: 1 x 128 tiles of activations and gradients, 128 x 128 blocks of "
+        "weights, E4M3; a weight's gradient is a product in bf16.",
+    )
+    history: PositiveInt = described(16, "delayed: forward passes (microbatches) that are remembered.")
+
+
+Format = Literal["fp32", "bf16", "fp16", "fp8"]
+
+
 class PrecisionConfig(Section):
     """Number formats."""
 
-    policy: Literal["auto", "fp32", "bf16", "fp16"] = described(
+    policy: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = described(
         "auto",
         "Type of matrix products and lookups; normalisations, softmax, router and loss stay fp32, and so do master "
-        "parameters and the optimizer's state. auto: bf16 on GPU and TPU, fp32 on CPU. fp16 scales its loss.",
+        "parameters and the optimizer's state. auto: bf16 on GPU and TPU, fp32 on CPU. fp16 scales its loss. fp8: "
+        "bf16, and the products of layers in fp8, but for the model's own first and last layer (embedding, head).",
     )
+    table: dict[NonEmpty, Format] = described(
+        {},
+        "Formats of single layers: a kind (matmul, embedding, norm), or a pattern of paths of layers or of what they "
+        "are part of, to fp32, bf16, fp16 or fp8; the last that fits counts: {layers/mlp: fp8, norm: bf16}.",
+    )
+    fp8: Fp8Config = Field(default_factory=Fp8Config, description="Products in fp8.")
     params: Literal["float32"] = described("float32", "Type of the master parameters.")
     loss_scale: LossScaleConfig = Field(
         default_factory=LossScaleConfig, description="The dynamic loss scale of fp16."

@@ -50,6 +50,7 @@ class Layout:
       fsdp_gather: "layer" (gather as layers run) or "step" (once, before the first layer).
       gather_dtype: type in which named matrices are gathered and their gradients scattered: the one they
         are used in; None: their own.
+      gather_kept: paths of layers that are used in another type: theirs are gathered as they are kept.
       stacked: path of the stack of layers whose leading dimension is cut over `pipeline`; None: there is none.
       local: mesh axes that the code being traced is already inside of (the body of a shard_map over them); no
         spec names them then.
@@ -60,6 +61,7 @@ class Layout:
     param_axes: Mapping[str, Names] = field(default_factory=dict)
     fsdp_gather: str = "layer"
     gather_dtype: Any = None
+    gather_kept: frozenset[str] = frozenset()
     stacked: str | None = None
     local: tuple[str, ...] = ()
     places: Mapping[str, P] = field(default_factory=dict)
@@ -70,6 +72,11 @@ class Layout:
     def exact(self) -> Layout:
         """The same where parameters are gathered as they are stored."""
         return replace(self, gather_dtype=None)
+
+    def gathered_as(self, path: str, dtype: Any) -> Any:
+        """The type in which a matrix of a type is gathered."""
+        kept = self.gather_dtype is None or path.rpartition("/")[0] in self.gather_kept
+        return dtype if kept else self.gather_dtype
 
     def axis_size(self, axis: str) -> int:
         """Devices along a mesh axis."""
@@ -389,9 +396,9 @@ def _gather_one(layout: Layout, path: str, leaf: Any) -> Any:
     else:
         used = layout.param_entries(names, without=SHARD_AXES)
         back = [layout.param_entries(names, without) for without in _way_back(layout)]
-    if layout.gather_dtype is not None and len([n for n in names or () if n != "layers"]) >= 2:
+    if len([n for n in names or () if n != "layers"]) >= 2:
         # Half the bytes on the wire; left to itself the compiler casts some of them after the gather.
-        leaf = leaf.astype(layout.gather_dtype)
+        leaf = leaf.astype(layout.gathered_as(path, leaf.dtype))
     if not layout.alone:
         leaf = _resharded(leaf, layout.place(used), tuple(layout.place(spec) for spec in back))
     return gather_local(layout, path, leaf, SHARD_AXES, used)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from dsjax.mesh import Layout, constrain, current_layout, gathered
 
 __all__ = [
-    "Embedding", "GatedMLP", "Init", "Linear", "RMSNorm", "cut_axes",
+    "Embedding", "GatedMLP", "Init", "Linear", "Matrix", "RMSNorm", "cut_axes",
     "gather_sequence", "normal", "rms_norm", "xavier_uniform",
 ]  # fmt: skip
 
@@ -54,35 +54,49 @@ def xavier_uniform(inputs: int, outputs: int) -> Init:
     return draw
 
 
-class Linear(nnx.Module):
-    """A projection from the last dimensions of its input to new ones, without bias.
+class Matrix(nnx.Module):
+    """A kernel [*inputs, *outputs] that others multiply by, in its type: a head is, by the loss.
 
     Args:
-      inputs, outputs: dimensions contracted and made; the kernel is [*inputs, *outputs].
+      inputs, outputs: dimensions contracted and made.
       init: draws the kernel.
     """
 
     def __init__(self, inputs: Sequence[int], outputs: Sequence[int], *, init: Init, rngs: nnx.Rngs):
-        self.contracted = len(inputs)
+        self.contracted, self.dimensions = len(inputs), len(inputs) + len(outputs)
         self.dtype: Any = None
         self.kernel = nnx.Param(init(rngs.params(), (*inputs, *outputs), jnp.float32))
+
+
+class Linear(Matrix):
+    """A projection from the last dimensions of its input to new ones, without bias.
+
+    `dot_general`, if given, multiplies in place of `jax.lax.dot_general`.
+    """
+
+    def __init__(self, inputs: Sequence[int], outputs: Sequence[int], *, init: Init, rngs: nnx.Rngs):
+        super().__init__(inputs, outputs, init=init, rngs=rngs)
+        self.dot_general: Any = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel[...]
         dtype = self.dtype or kernel.dtype
-        return _product(x.astype(dtype), kernel.astype(dtype), self.contracted)
+        return _product(
+            self.dot_general or jax.lax.dot_general, x.astype(dtype), kernel.astype(dtype), self.contracted
+        )
 
 
-def _product(x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
+def _product(dot_general: Any, x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
     """x [..., *inputs] times kernel [*inputs, *outputs], as one product of two matrices where that is free.
 
     XLA's CPU library takes a weight's gradient over two token dimensions nearly twice as long as over
     one. On a mesh the dimensions stay: a flat one could not be cut along both batch and sequence.
     """
-    if not _alone():
-        return jnp.tensordot(x, kernel, contracted)
     lead, inputs = x.shape[: x.ndim - contracted], math.prod(kernel.shape[:contracted])
-    flat = x.reshape(-1, inputs) @ kernel.reshape(inputs, -1)
+    if not _alone():
+        last, first = tuple(range(len(lead), x.ndim)), tuple(range(contracted))
+        return dot_general(x, kernel, ((last, first), ((), ())))
+    flat = dot_general(x.reshape(-1, inputs), kernel.reshape(inputs, -1), (((1,), (0,)), ((), ())))
     return flat.reshape(*lead, *kernel.shape[contracted:])
 
 
@@ -112,6 +126,8 @@ def gather_sequence(x_bsd: jax.Array) -> jax.Array:
 
 class Embedding(nnx.Module):
     """A table of vectors, [rows, features]; its dimensions are named (`vocab`, `embed`) in a layout."""
+
+    operator = "embedding"
 
     def __init__(self, rows: int, features: int, *, init: Init, rngs: nnx.Rngs):
         self.dtype: Any = None
@@ -168,18 +184,21 @@ def _lookup(table_vd: jax.Array, tokens_bs: jax.Array, dtype: Any) -> jax.Array:
     return layout.shard_map(local, in_specs, P(*tokens_spec, rows or None))(table_vd, tokens_bs)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last dimension, in fp32 inside (Zhang & Sennrich 2019)."""
-    wide = x.astype(jnp.float32)
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any = jnp.float32) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last dimension, inside in `dtype` (Zhang & Sennrich 2019)."""
+    wide = x.astype(dtype)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype)
+    return (wide * scale.astype(dtype)).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
-    """`rms_norm` with a learned scale. It has no `dtype`: it is fp32 inside and keeps its input's type."""
+    """`rms_norm` with a learned scale: of its input's type, fp32 inside unless its `dtype` says otherwise."""
+
+    operator = "norm"
 
     def __init__(self, features: int, *, eps: float, rngs: nnx.Rngs):
         self.eps = eps
+        self.dtype: Any = None
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
 
     def __call__(self, x: jax.Array, prefix: str | None = None) -> jax.Array:
@@ -187,7 +206,7 @@ class RMSNorm(nnx.Module):
         scale = self.scale[...]
         if prefix is not None:
             scale = gathered({"scale": scale}, prefix)["scale"]
-        return rms_norm(x, scale, self.eps)
+        return rms_norm(x, scale, self.eps, self.dtype or jnp.float32)
 
 
 class GatedMLP(nnx.Module):

@@ -21,6 +21,7 @@ from dsjax.models.layers import (
     GatedMLP,
     Init,
     Linear,
+    Matrix,
     RMSNorm,
     gather_sequence,
     normal,
@@ -225,7 +226,7 @@ class Llama(nnx.Module):
         self.embed = Embedding(padded, d, init=init, rngs=rngs)
         self.layers = stacked(lambda rngs: Layer(config, rngs=rngs), config.num_hidden_layers, rngs)
         self.norm = RMSNorm(d, eps=config.rms_norm_eps, rngs=rngs)
-        self.head = None if config.tie_word_embeddings else Linear((d,), (padded,), init=init, rngs=rngs)
+        self.head = None if config.tie_word_embeddings else Matrix((d,), (padded,), init=init, rngs=rngs)
 
     def embedded(self, tokens_bs: jax.Array) -> jax.Array:
         """The input [b, s, d] of the first layer for int32 tokens."""
@@ -262,6 +263,11 @@ class Llama(nnx.Module):
         )
         return self.norm(x_bsd, "norm")
 
+    @property
+    def head_dtype(self) -> Any:
+        """The type in which the head multiplies; None: that of its input."""
+        return self.embed.dtype if self.head is None else self.head.dtype
+
     def unembedding(self) -> jax.Array:
         """The head [d, padded vocabulary], gathered over `fsdp`; the embedding's transpose if tied."""
         if self.head is None:
@@ -271,8 +277,9 @@ class Llama(nnx.Module):
     def __call__(self, tokens_bs: jax.Array, **where: Any) -> jax.Array:
         """Logits, float32 [b, s, vocab_size]; keyword arguments as for `hidden`."""
         hidden_bsd = self.hidden(tokens_bs, **where)
-        kernel = self.unembedding().astype(hidden_bsd.dtype)
-        logits = jnp.dot(hidden_bsd, kernel, preferred_element_type=jnp.float32)
+        dtype = self.head_dtype or hidden_bsd.dtype
+        kernel = self.unembedding().astype(dtype)
+        logits = jnp.dot(hidden_bsd.astype(dtype), kernel, preferred_element_type=jnp.float32)
         return constrain(logits, "batch", "sequence", "vocab")[..., : self.vocab_size]
 
 

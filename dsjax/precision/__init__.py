@@ -1,5 +1,5 @@
 """Number formats: which operator computes in which type."""
 
-from dsjax.precision.policy import POLICIES, apply_policy, compute_dtype
+from dsjax.precision.policy import POLICIES, Policy, compute_dtype
 
-__all__ = ["POLICIES", "apply_policy", "compute_dtype"]
+__all__ = ["POLICIES", "Policy", "compute_dtype"]

@@ -19,6 +19,7 @@ from dsjax.grad_sync import Exchange
 from dsjax.mesh import Layout, map_named
 from dsjax.mesh.inside import left_spec
 from dsjax.models import Stages
+from dsjax.precision.delayed import observed, probes, with_probes
 from dsjax.train.losses import Extras, normalised
 from dsjax.train.pipelined import Pipelining
 from dsjax.train.randomness import ExampleContext, at_step, examples
@@ -124,8 +125,9 @@ def of_microbatch(
     """Sums and gradient of one microbatch, and the model's state after it."""
     batch, positions, number = given.at(index)
 
-    def total(params: nnx.State, model_state: nnx.State) -> tuple[jax.Array, Any]:
-        model = nnx.merge(parts.graph, params, at_step(model_state, given.step, number), copy=True)
+    def total(params: nnx.State, zeros: Any) -> tuple[jax.Array, Any]:
+        others = with_probes(model_state, zeros)
+        model = nnx.merge(parts.graph, params, at_step(others, given.step, number), copy=True)
         model.train()
         with examples(ExampleContext(positions)):
             loss, weight, extras = normalised(parts.loss(model, batch))
@@ -135,10 +137,10 @@ def of_microbatch(
         total = jax.checkpoint(total)
     elif parts.remat == "dots":
         total = jax.checkpoint(total, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    loss, pull, (weight, extras, new_state) = jax.vjp(lambda p: total(p, model_state), params, has_aux=True)
-    (grads,) = pull(started(loss, given.seed))
+    loss, pull, (weight, extras, new_state) = jax.vjp(total, params, probes(model_state), has_aux=True)
+    grads, magnitudes = pull(started(loss, given.seed))
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    return Sums(loss, weight, extras, grads), new_state
+    return Sums(loss, weight, extras, grads), observed(new_state, magnitudes)
 
 
 def started(loss: jax.Array, seed: jax.Array | None) -> jax.Array:

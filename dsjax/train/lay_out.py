@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from dsjax.config import Config
 from dsjax.config.parallel import PipelineConfig
@@ -14,7 +13,7 @@ from dsjax.data.rows import empty_rows
 from dsjax.errors import ConfigError
 from dsjax.faults import Wrong
 from dsjax.mesh import batch_shards
-from dsjax.precision import compute_dtype
+from dsjax.precision import Policy
 from dsjax.train.program import Program, Recipe
 from dsjax.train.stacking import refuse_empty_slots
 from dsjax.train.stage_costs import Costs, costs_of
@@ -33,6 +32,7 @@ def lay_out(
     Raises:
       ConfigError: parameters that do not divide over the mesh, or an optimizer that unused slots would mislead.
     """
+    _refuse_delayed(config, mesh)
     train, platform = config.train, mesh.devices.flat[0].platform
     program = Program(
         recipe,
@@ -44,10 +44,10 @@ def lay_out(
         diloco=config.diloco,
         rows_a_pass=_rows_a_pass(config, mesh),
         costs=_costs(recipe, config, mesh),
-        compute_dtype=compute_dtype(config.precision.policy, platform),
+        policy=Policy.of(config.precision, platform),
         trainable=tuple(config.optimizer.trainable),
         max_grad_norm=config.optimizer.max_grad_norm,
-        numbers=_numbers(config, platform, wrong),
+        numbers=numbers_of(config, platform, wrong),
         remat=train.remat if recipe.remat_by_step else "none",
         **more,
     )
@@ -55,9 +55,9 @@ def lay_out(
     return program
 
 
-def _numbers(config: Config, platform: str, wrong: tuple[Wrong, ...]) -> Numbers:
+def numbers_of(config: Config, platform: str, wrong: tuple[Wrong, ...]) -> Numbers:
     """How numbers are kept in range."""
-    fp16 = compute_dtype(config.precision.policy, platform) == jnp.float16
+    fp16 = Policy.of(config.precision, platform).has_fp16
     stability = config.stability
     if config.diloco.inner_steps:
         _refuse_apart(stability)
@@ -70,6 +70,17 @@ def _numbers(config: Config, platform: str, wrong: tuple[Wrong, ...]) -> Numbers
         recompute=stability.on_nonfinite == "recompute",
         wrong=wrong,
     )
+
+
+def _refuse_delayed(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Refuses scales of passes before where a pipeline's stages hand on no variables of layers."""
+    precision = config.precision
+    delayed = precision.fp8.scaling == "delayed" and "fp8" in (precision.policy, *precision.table.values())
+    if delayed and mesh.shape["pipeline"] > 1:
+        raise ConfigError(
+            "precision.fp8.scaling: delayed keeps a history in each layer, which the stages of a pipeline do not hand on "
+            f"(mesh.pipeline is {mesh.shape['pipeline']}); set it to tensor or block"
+        )
 
 
 def _refuse_apart(stability: StabilityConfig) -> None:

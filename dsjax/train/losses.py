@@ -96,7 +96,7 @@ def _of_hidden(model: Any, hidden: Any, batch: Mapping[str, Any], chunk: int) ->
         batch["targets"],
         batch["weights"],
         vocab_size=model.vocab_size,
-        dtype=hidden.dtype,
+        dtype=model.head_dtype or hidden.dtype,
         chunk=chunk,
     )
     return total, jnp.sum(batch["weights"])

@@ -309,8 +309,8 @@ def _over_stages(layout: Layout, tree: Any) -> Any:
         if layout.in_stack(path):
             return leaf
         matrix = len(layout.names_of(path) or ()) >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if matrix and layout.gather_dtype is not None:
-            leaf = leaf.astype(layout.gather_dtype)
+        if matrix:
+            leaf = leaf.astype(layout.gathered_as(path, leaf.dtype))
         return gather_local(layout, path, leaf, (AXIS,), left_spec(layout, path))
 
     return map_named(one, tree)

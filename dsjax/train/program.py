@@ -29,7 +29,7 @@ from dsjax.grad_sync.residuals import facts_of
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
 from dsjax.mesh.topology import Topology
 from dsjax.models import Stages
-from dsjax.precision import apply_policy
+from dsjax.precision import Policy
 from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter
 from dsjax.train.diloco import refuse_last_step, refuse_pipeline
 from dsjax.train.given import Init, check_init, check_patterns
@@ -79,7 +79,7 @@ class Program:
     """A recipe laid out on a mesh.
 
     Args:
-      compute_dtype: type of matrix products.
+      policy: which layer computes in which format.
       trainable: path patterns of the parameters to train; empty: all.
       numbers: how they are kept in range.
       max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync, diloco: as in the config.
@@ -100,7 +100,7 @@ class Program:
     mesh: Mesh
     accumulation: int = 1
     fsdp_gather: str = "layer"
-    compute_dtype: Any = jnp.float32
+    policy: Policy = field(default_factory=Policy)
     trainable: tuple[str, ...] = ()
     max_grad_norm: float | None = None
     numbers: Numbers = UNSCALED
@@ -119,7 +119,7 @@ class Program:
     def __post_init__(self) -> None:
         recipe = self.recipe
         check_init(recipe.init)
-        model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
+        self._abstract = model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
         refuse_pipeline(self.diloco, self.mesh.shape["pipeline"])
         passes = microbatches_of(
             self.pipeline, self.mesh.shape["pipeline"], self.rows_a_pass, self.found.microbatches
@@ -127,8 +127,8 @@ class Program:
         self.stacking = stacking_of(
             recipe.stages, model, self.mesh, self.pipeline, passes, self.costs, self.found.layers
         )
-        path = recipe.stages.layers if recipe.stages else ""
-        self.stack = Stack(path, frozenset(named_leaves(nnx.state(model))))
+        paths = frozenset(named_leaves(nnx.state(model)))
+        self.stack = Stack(recipe.stages.layers if recipe.stages else "", paths)
         # Microbatches a step, over all passes of the pipeline.
         self.microbatches = self.accumulation * passes
         self.layout = Layout(
@@ -136,7 +136,8 @@ class Program:
             {**declared_axes(model), **recipe.param_axes},
             stacked=self.stacking.path if self.stacking else None,
             fsdp_gather=self.fsdp_gather,
-            gather_dtype=None if self.compute_dtype == jnp.float32 else self.compute_dtype,
+            gather_dtype=None if self.policy.dtype == jnp.float32 else self.policy.dtype,
+            gather_kept=self.policy.kept_apart(model),
         )
         self._filter = trainable_filter(self.trainable)
         graph, *states = nnx.split(model, self._filter, ...)
@@ -152,8 +153,8 @@ class Program:
             graph, recipe.loss, optimizer, recipe.schedule, self.layout, self.max_grad_norm, self.remat,
             recipe.stages, self.stacking.pipelining if self.stacking else None, exchange, apart, self.numbers,
         )  # fmt: skip
-        if self.numbers.recompute and self.compute_dtype != jnp.float32 and apart is None:
-            model = nnx.eval_shape(lambda: self._model(jax.random.key(0), jnp.float32))
+        if self.numbers.recompute and not self.policy.is_exact and apart is None:
+            model = nnx.eval_shape(lambda: self._model(jax.random.key(0), self.policy.exact))
             exact = replace(self.parts, graph=nnx.split(model)[0], layout=self.layout.exact)
             self.parts = replace(self.parts, exact=exact)
         self.abstract_state = abstract_state(
@@ -167,11 +168,11 @@ class Program:
         self._evals: dict[Any, Any] = {}
         self._votes: dict[int, jax.Array] = {}
 
-    def _model(self, key: jax.Array, dtype: Any = None) -> nnx.Module:
+    def _model(self, key: jax.Array, policy: Policy | None = None) -> nnx.Module:
         model = self.recipe.init(nnx.Rngs(key))
         if not isinstance(model, nnx.Module):
             raise ConfigError(f"init: returns a flax.nnx.Module, got {type(model).__name__}")
-        return apply_policy(model, self.compute_dtype if dtype is None else dtype)
+        return (policy or self.policy).applied(model)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -190,15 +191,16 @@ class Program:
     @property
     def notes(self) -> list[str]:
         """What was chosen for the run, to be told once."""
-        pipeline = [] if self.stacking is None else [self.stacking.words]
-        apart, exchange, note = self.diloco.inner_steps, self.parts.exchange, []
+        pipeline = [self.stacking.words] if self.stacking else []
+        note = [*pipeline, *self._exchange_notes, *self.policy.notes(self._abstract)]
+        apart, exchange = self.diloco.inner_steps, self.parts.exchange
         if apart and exchange is None:
-            note = ["diloco.inner_steps: there is one replica (mesh.data is 1), so there is nobody to meet"]
+            note += ["diloco.inner_steps: there is one replica (mesh.data is 1), so there is nobody to meet"]
         elif apart and exchange is not None:
-            note = [f"diloco: {exchange.route.outer} workers train apart and meet every {apart} steps"]
+            note += [f"diloco: {exchange.route.outer} workers train apart and meet every {apart} steps"]
         if self.numbers.recompute and self.parts.exact is None:
             note += ["stability.on_nonfinite: all is fp32 already, so a step that is not finite is skipped"]
-        return [*pipeline, *self._exchange_notes, *note]
+        return note
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -219,7 +221,7 @@ class Program:
             )
 
         started = time.monotonic()
-        made = jax.jit(make, out_shardings=self.state_shardings, compiler_options=self._options())
+        made = jax.jit(make, out_shardings=self.state_shardings, compiler_options=dict(self.compiler_options))
         state = made(jax.random.key(seed))
         self.on_compile("init", time.monotonic() - started)
         return state
@@ -424,7 +426,7 @@ class Program:
     def step_bytes(self, batch: Any) -> int | None:
         """Bytes a device that the step takes, by compiling it; None where it cannot be compiled."""
         try:
-            return compiled_bytes(self.lower_step(batch).compile(self._options()))
+            return compiled_bytes(self.lower_step(batch).compile(dict(self.compiler_options)))
         except Exception as error:
             if is_out_of_memory(error):
                 return None
@@ -440,16 +442,15 @@ class Program:
             out_shardings=(None, NamedSharding(self.mesh, P(AXES))),
         )
         after = jax.ShapeDtypeStruct((self.mesh.size,), np.int32, sharding=NamedSharding(self.mesh, P(AXES)))
-        compiled = function.lower(self.abstract_state, abstract(batch), after).compile(self._options())
+        compiled = function.lower(self.abstract_state, abstract(batch), after).compile(
+            dict(self.compiler_options)
+        )
         self.on_compile("probe", time.monotonic() - started)
         return compiled
 
-    def _options(self) -> dict[str, Any]:
-        return dict(self.compiler_options)
-
     def _compile_step(self, batch: Any) -> Any:
         started = time.monotonic()
-        compiled = self.lower_step(batch).compile(self._options())
+        compiled = self.lower_step(batch).compile(dict(self.compiler_options))
         if self.stacking is not None:
             refuse_permutes(compiled.as_text())
         self.on_compile("step", time.monotonic() - started)
@@ -494,6 +495,6 @@ class Program:
             )
             state = self.abstract_state
             lowered = function.lower(state.params, state.model_state, abstract(batch))
-            self._evals[key] = lowered.compile(self._options())
+            self._evals[key] = lowered.compile(dict(self.compiler_options))
             self.on_compile("evaluation", time.monotonic() - started)
         return self._evals[key]

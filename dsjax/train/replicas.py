@@ -52,7 +52,8 @@ def by_replica(
         if parts.apart:
             sums = replace(sums, grads=jax.tree.map(lambda g: g[None], sums.grads))
         # Statistics that each replica gathered over its own rows.
-        return sums, with_statistics(model_state, partial(lax.pmean, axis_name=AXIS)), residuals
+        mean, largest = (partial(of, axis_name=AXIS) for of in (lax.pmean, lax.pmax))
+        return sums, with_statistics(model_state, mean, largest), residuals
 
     kept = {} if parts.apart else residual_specs(exchange, layout)
     own, states = (manual_specs(layout, tree) for tree in (state.params, state.model_state))

@@ -14,6 +14,7 @@ from flax import nnx
 from dsjax.config.precision import LossScaleConfig, StabilityConfig
 from dsjax.faults import Wrong
 from dsjax.mesh import named_leaves
+from dsjax.precision.delayed import is_history
 from dsjax.precision.loss_scale import first_scale
 from dsjax.stability.clip import first_history, parts_of
 
@@ -136,14 +137,18 @@ def statistics(model_state: nnx.State) -> list[nnx.Variable]:
     return [v for _, v in model_state.flat_state() if not isinstance(v, nnx.RngState | nnx.Param)]
 
 
-def with_statistics(model_state: nnx.State, change: Callable[[jax.Array], jax.Array]) -> nnx.State:
-    """The model's other variables with a change made to the statistics that are no counts."""
+def with_statistics(
+    model_state: nnx.State,
+    mean: Callable[[jax.Array], jax.Array],
+    largest: Callable[[jax.Array], jax.Array],
+) -> nnx.State:
+    """The model's other variables with a mean taken of the statistics that are no counts, or the largest."""
 
     def one(variable: Any) -> Any:
         fixed = isinstance(variable, nnx.RngState | nnx.Param)
         if fixed or not jnp.issubdtype(variable[...].dtype, jnp.inexact):
             return variable
-        return variable.replace(change(variable[...]))
+        return variable.replace((largest if is_history(variable) else mean)(variable[...]))
 
     return jax.tree.map(one, model_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 

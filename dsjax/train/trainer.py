@@ -461,7 +461,7 @@ class Trainer:
     def _recording(self, step: int, steps: int, on_step: Any) -> Iterator[Recorder]:
         """A recorder for one call of `fit`; the report is written however it ends."""
         device = self.mesh.devices.flat[0]
-        peak = peak_flops(device.device_kind, jnp.dtype(self.program.compute_dtype).name)
+        peak = peak_flops(device.device_kind, jnp.dtype(self.program.policy.dtype).name)
         recorder = Recorder(
             self.directory.path,
             self.config.observe,

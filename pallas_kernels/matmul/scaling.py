@@ -12,8 +12,8 @@ TILE = 128
 _LEAST = 1e-4  # of an amax: keeps scales of empty tiles away from zero and from subnormals
 
 
-def amax_of(values: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """The largest magnitude along axes; infinite where a value is NaN, which a maximum may drop on some chips."""
+def amax_of(values: jax.Array, axis: int | tuple[int, ...] | None) -> jax.Array:
+    """The largest magnitude along axes (None: all); infinite where a value is NaN, which a maximum may drop on some chips."""
     return jnp.max(jnp.where(values != values, jnp.inf, jnp.abs(values)), axis=axis)
 
 

@@ -14,6 +14,7 @@ from dsjax import aot
 from dsjax.config import from_dict
 from dsjax.mesh import BATCH_AXES, make_mesh
 from dsjax.models import build
+from dsjax.precision import Policy
 from dsjax.train.losses import language_model_loss
 from dsjax.train.optimizers import make_optimizer, make_schedule
 from dsjax.train.program import Program, Recipe
@@ -42,7 +43,7 @@ def lowered_step(target: aot.Target, mesh: dict[str, Any]) -> tuple[Program, Any
     )
     dtype = jnp.float32 if target.chip.kind == "cpu" else jnp.bfloat16
     program = Program(
-        recipe, make_mesh(config.mesh, target.devices()), compute_dtype=dtype, max_grad_norm=1.0
+        recipe, make_mesh(config.mesh, target.devices()), policy=Policy(dtype), max_grad_norm=1.0
     )
     sharding = NamedSharding(program.mesh, P(None, BATCH_AXES))
     dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32)

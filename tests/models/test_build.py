@@ -18,7 +18,7 @@ from dsjax.config.schema import ModelConfig
 from dsjax.errors import ConfigError, InputError
 from dsjax.mesh import Layout, make_mesh, named_leaves
 from dsjax.models import ModelSpec, build
-from dsjax.precision import apply_policy
+from dsjax.precision import Policy
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -52,7 +52,7 @@ def test_every_parameter_has_named_dimensions_that_fit() -> None:
 
 
 def test_half_precision_keeps_norms_and_logits_in_fp32() -> None:
-    model = apply_policy(llama().init(nnx.Rngs(0)), jnp.bfloat16)
+    model = Policy(jnp.bfloat16).applied(llama().init(nnx.Rngs(0)))
     tokens = jnp.zeros((1, 4), jnp.int32)
     assert model.hidden(tokens).dtype == jnp.bfloat16
     assert model(tokens).dtype == jnp.float32

@@ -208,6 +208,8 @@ def _stand_in(config: Config, target: aot.Target) -> Described:
     """
     wanted = compute_dtype(config.precision.policy, target.chip.kind)
     policy = next(name for name, dtype in POLICIES.items() if dtype == wanted)
+    if config.precision.policy != "auto":
+        policy = config.precision.policy
     precision = config.precision.model_copy(update={"policy": policy})
     here = aot.parse_target(f"cpu:{target.size}")
     return describe(config.model_copy(update={"precision": precision}), here, vocabulary(config))
