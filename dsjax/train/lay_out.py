@@ -78,8 +78,8 @@ def _refuse_delayed(config: Config, mesh: jax.sharding.Mesh) -> None:
     delayed = precision.fp8.scaling == "delayed" and "fp8" in (precision.policy, *precision.table.values())
     if delayed and mesh.shape["pipeline"] > 1:
         raise ConfigError(
-            "precision.fp8.scaling: delayed keeps a history in each layer, which the stages of a pipeline do not hand on "
-            f"(mesh.pipeline is {mesh.shape['pipeline']}); set it to tensor or block"
+            "precision.fp8.scaling: delayed keeps a history in each layer, which the stages of a pipeline do not hand "
+            f"on (mesh.pipeline is {mesh.shape['pipeline']}); set it to tensor or block"
         )
 
 
