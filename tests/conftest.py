@@ -18,6 +18,7 @@ import pytest
 CACHE = Path(os.environ.get("DSJAX_TEST_CACHE", Path(tempfile.gettempdir()) / "dsjax-test-cache"))
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 jax.config.update("jax_compilation_cache_dir", str(CACHE / jax.__version__))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_threefry_partitionable", True)

@@ -160,6 +160,8 @@ def _compilation_cache(jax: Any, place: str | None) -> None:
     if place is None:
         jax.config.update("jax_compilation_cache_dir", None)
         return
+    # An address, of what cuts fp8 products over devices: with it each process would have keys of its own.
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
     if place == "auto":
         if jax.config.jax_compilation_cache_dir:  # the user's own, by jax's settings
             return

@@ -15,6 +15,7 @@ type that holds them, and their products, exactly: the same result up to the ord
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -22,13 +23,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import ConfigError
+from dsjax.mesh.cut_product import cut_product
 from pallas_kernels import hardware
 from pallas_kernels.fp8_matmul import api as fp8_matmul
+from pallas_kernels.fp8_matmul import mosaic, triton
+from pallas_kernels.matmul import scaling
 from pallas_kernels.matmul.scaling import TILE, amax_of, scale_of, to_e4m3
 
 Scaling = Literal["tensor", "delayed", "block"]
@@ -107,20 +108,35 @@ def rounded(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jnp.clip(part, -top, top), jnp.nan).astype(dtype)
 
 
-def _times(a: jax.Array, b: jax.Array, dimensions: Any, dtype: Any, exactly: bool) -> jax.Array:
-    """Product of fp8 operands, made in a type: in it devices add up what each has.
+def _times(
+    a: jax.Array, b: jax.Array, scale: jax.Array, contracted: int, dtype: Any, exactly: bool
+) -> jax.Array:
+    """scale * a [*rows, *k] b [*k, *columns] of fp8 operands, made in a type: in it devices add up what each has.
+
+    What the compiler cuts is the scaled product: of several that are added up it then sends the sum, once.
 
     Args:
+      contracted: dimensions of k.
       exactly: sums are in fp32 throughout on Hopper, whose own have about 14 bits.
     """
-    dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32  # fp16 does not reach as far
     here = hardware.chip()
-    if here.platform == "gpu" and has_fp8(here.generation):
-        precision = lax.Precision.HIGHEST if exactly else lax.Precision.DEFAULT
-        return lax.dot_general(a, b, (dimensions, ((), ())), precision, preferred_element_type=dtype)
-    wider = jnp.bfloat16 if here.platform in ("gpu", "tpu") else jnp.float32
-    a, b = a.astype(wider), b.astype(wider)
-    return lax.dot_general(a, b, (dimensions, ((), ())), preferred_element_type=dtype)
+    native = here.platform == "gpu" and has_fp8(here.generation)
+    wider = "" if native else "bfloat16" if here.platform in ("gpu", "tpu") else "float32"
+    made = jnp.zeros((), dtype)
+    how: dict[str, Any] = {"columns": b.ndim - contracted, "wider": wider, "exactly": exactly}
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return _local(a, b, scale, made, **how)
+    return cut_product(_local, contracted, (sys.modules[__name__],), **how)(a, b, scale, made)
+
+
+def _local(a: Any, b: Any, scale: Any, made: Any, columns: int, wider: str, exactly: bool) -> jax.Array:
+    contracted = b.ndim - columns
+    dimensions = (tuple(range(a.ndim - contracted, a.ndim)), tuple(range(contracted))), ((), ())
+    precision = lax.Precision.HIGHEST if exactly and not wider else lax.Precision.DEFAULT
+    if wider:
+        a, b = a.astype(wider), b.astype(wider)
+    y = lax.dot_general(a, b, dimensions, precision, preferred_element_type=jnp.float32)
+    return (y * scale).astype(made.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -140,28 +156,28 @@ def _scaled_fwd(contracted: int, dtype: Any, x: jax.Array, w: jax.Array, given: 
     x_scale = scale_for(amax_of(x, None), E4M3) if given is None else given[0]
     w_scale = scale_for(amax_of(w, None), E4M3)
     qx, qw = rounded(x, x_scale, E4M3), rounded(w, w_scale, E4M3)
-    last = tuple(range(x.ndim - contracted, x.ndim))
-    y = _times(qx, qw, (last, tuple(range(contracted))), dtype, exactly=False) * (x_scale * w_scale)
+    y = _times(qx, qw, x_scale * w_scale, contracted, dtype, exactly=False)
     # Of the unrounded operands the types alone are needed.
-    return y.astype(dtype), (qx, x_scale, qw, w_scale, given, jnp.empty(0, x.dtype), jnp.empty(0, w.dtype))
+    return y, (qx, x_scale, qw, w_scale, given, jnp.empty(0, x.dtype), jnp.empty(0, w.dtype))
 
 
 def _scaled_bwd(contracted: int, dtype: Any, saved: Any, dy: jax.Array) -> tuple[Any, Any, Any]:
     qx, x_scale, qw, w_scale, given, x, w = saved
-    made = qw.ndim - contracted
+    made, lead = qw.ndim - contracted, qx.ndim - contracted
     largest = amax_of(dy, None).astype(jnp.float32)
     dy_scale = scale_for(largest, E5M2)
     if given is not None:
         dy_scale = jnp.where(given[1] > 0, given[1], dy_scale)
     qdy = rounded(dy, dy_scale, E5M2)
-    last = tuple(range(dy.ndim - made, dy.ndim))
-    dx = _times(qdy, qw, (last, tuple(range(contracted, qw.ndim))), x.dtype, exactly=True) * (
-        dy_scale * w_scale
-    )
-    lead = tuple(range(qx.ndim - contracted))
-    dw = _times(qx, qdy, (lead, lead), w.dtype, exactly=True) * (x_scale * dy_scale)
+    dx = _times(qdy, _turned(qw, contracted), dy_scale * w_scale, made, x.dtype, exactly=True)
+    dw = _times(_turned(qx, lead), qdy, x_scale * dy_scale, lead, w.dtype, exactly=True)
     back = None if given is None else (jnp.zeros_like(given[0]), jnp.zeros_like(given[1]), largest)
-    return dx.astype(x.dtype), dw.astype(w.dtype), back
+    return dx, dw, back
+
+
+def _turned(x: jax.Array, first: int) -> jax.Array:
+    """The first dimensions last."""
+    return x.transpose(*range(first, x.ndim), *range(first))
 
 
 scaled_product.defvjp(_scaled_fwd, _scaled_bwd)
@@ -235,7 +251,10 @@ def block_product(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     if chosen == "reference" or jax.sharding.get_abstract_mesh().manual_axes:
         exactly = lax.Precision.HIGHEST
         return jnp.dot(by_rows(x), by_blocks(w), precision=exactly, preferred_element_type=dtype)
-    return _cut_product(x, w, jnp.zeros((), dtype), chosen)
+    return cut_product(_kernel, 1, _KERNELS, chosen=chosen)(x, w, jnp.zeros((), dtype))
+
+
+_KERNELS = (sys.modules[__name__], fp8_matmul, mosaic, triton, scaling)
 
 
 def _kernel(x: jax.Array, w: jax.Array, like: jax.Array, chosen: str) -> jax.Array:
@@ -243,27 +262,3 @@ def _kernel(x: jax.Array, w: jax.Array, like: jax.Array, chosen: str) -> jax.Arr
     with hardware.use(chosen):
         a, b = fp8_matmul.quantise_activations(x), fp8_matmul.quantise_weights(w)
         return fp8_matmul.fp8_matmul(*a, *b, out_dtype=like.dtype)
-
-
-_cut_product = custom_partitioning(_kernel, static_argnums=(3,))
-
-
-def _partition(chosen: str, mesh: Any, operands: Any, result: Any) -> Any:
-    """The product on each device's own parts, summed over the axes that cut the contraction."""
-    kernel = partial(_kernel, chosen=chosen)
-    if not all(isinstance(operand.sharding, NamedSharding) for operand in operands):
-        return mesh, kernel, result.sharding, tuple(operand.sharding for operand in operands)
-    rows, columns = (
-        (*operand.sharding.spec, *(None,) * (len(operand.shape) - len(operand.sharding.spec)))
-        for operand in operands[:2]
-    )
-    axes = rows[-1]
-
-    def local(x: jax.Array, w: jax.Array, like: jax.Array) -> jax.Array:
-        return lax.psum(kernel(x, w, like), axes) if axes else kernel(x, w, like)
-
-    places = (NamedSharding(mesh, P(*spec)) for spec in (rows, (axes, columns[1]), ()))
-    return mesh, local, NamedSharding(mesh, P(*rows[:-1], columns[1])), tuple(places)
-
-
-_cut_product.def_partition(_partition, sharding_rule="... k, k n, -> ... n", reduction_factors=("k",))

@@ -13,7 +13,7 @@ _LEAST = 1e-4  # of an amax: keeps scales of empty tiles away from zero and from
 
 
 def amax_of(values: jax.Array, axis: int | tuple[int, ...] | None) -> jax.Array:
-    """The largest magnitude along axes, or of all; infinite where a value is NaN, which some chips' maximum may drop."""
+    """The largest magnitude along axes, or of all; infinite where a value is NaN, which a chip's maximum may drop."""
     return jnp.max(jnp.where(values != values, jnp.inf, jnp.abs(values)), axis=axis)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax import aot
 from dsjax.config import from_dict
+from dsjax.config.precision import PrecisionConfig
 from dsjax.mesh import BATCH_AXES, make_mesh
 from dsjax.models import build
 from dsjax.precision import Policy
@@ -27,8 +27,10 @@ MODEL = {
 }  # fmt: skip
 
 
-def lowered_step(target: aot.Target, mesh: dict[str, Any]) -> tuple[Program, Any, Any]:
-    """A Llama's step with full recomputation, bf16 on GPUs and fp32 on CPUs: program, batch, lowered."""
+def lowered_step(
+    target: aot.Target, mesh: dict[str, Any], precision: PrecisionConfig | None = None
+) -> tuple[Program, Any, Any]:
+    """A Llama's step with full recomputation, by default bf16 on GPUs and fp32 on CPUs: program, batch, lowered."""
     train = {"steps": 10, "global_batch_size": BATCH, "sequence_length": SEQUENCE, "remat": "full"}
     config = from_dict({"model": MODEL, "train": train, "mesh": mesh})
     spec = build(config.model, platform=target.chip.kind, remat="full", max_length=SEQUENCE)
@@ -41,10 +43,8 @@ def lowered_step(target: aot.Target, mesh: dict[str, Any]) -> tuple[Program, Any
         spec.param_axes,
         remat_by_step=False,
     )
-    dtype = jnp.float32 if target.chip.kind == "cpu" else jnp.bfloat16
-    program = Program(
-        recipe, make_mesh(config.mesh, target.devices()), policy=Policy(dtype), max_grad_norm=1.0
-    )
+    policy = Policy.of(precision or PrecisionConfig(), target.chip.kind)
+    program = Program(recipe, make_mesh(config.mesh, target.devices()), policy=policy, max_grad_norm=1.0)
     sharding = NamedSharding(program.mesh, P(None, BATCH_AXES))
     dtypes = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32)
     batch = {
