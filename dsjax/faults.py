@@ -9,6 +9,10 @@ Several are separated by ``;``.  Each is a kind, ``@``, and what it needs:
 * ``save_error@step=N``: that save fails with an input/output error;
 * ``nan@step=N,steps=K``, ``inf@...``: loss and gradient of K steps (default 1) from step N on are not finite;
 * ``spike@step=N,steps=K,factor=F``: they are F times (default 100) as large as they are;
+  One of these three with ``op`` or ``layer`` acts on what modules of the model give instead: ``op=attention``, ``ffn``,
+  ``norm``, ``loss`` or a pattern of module paths; ``layer=L``: of that layer (from 0) only, without ``op`` the whole
+  layer; ``pass=backward``: on the gradient with respect to that (default ``forward``); ``device=D``: only the rows
+  of the batch that lie on the device of that number;
 * ``bitflip@step=N,device=D``: before step N a bit of a parameter turns on the device of that number (default 0).
 
 All take ``attempt=A``, the number of restarts by `dsjax launch` after which it strikes (default 0: before any;
@@ -30,28 +34,49 @@ from dataclasses import dataclass, field
 from dsjax.errors import ConfigError
 
 VARIABLE = "DSJAX_FAULT"
+_WHERE = ("op", "layer", "pass", "device")
 _KINDS: dict[str, tuple[str, ...]] = {
     "kill": ("step",),
     "hang": ("step",),
     "slow": ("step", "seconds", "steps"),
     "disk_full": ("step", "times"),
     "save_error": ("step", "times"),
-    "nan": ("step", "steps"),
-    "inf": ("step", "steps"),
-    "spike": ("step", "steps", "factor"),
+    "nan": ("step", "steps", *_WHERE),
+    "inf": ("step", "steps", *_WHERE),
+    "spike": ("step", "steps", "factor", *_WHERE),
     "bitflip": ("step", "device"),
 }
+_EXAMPLE = "nan@step=12,layer=1,op=ffn"
 _OF_NUMBERS = ("nan", "inf", "spike")
 _NUMBERS = {"disk_full": errno.ENOSPC, "save_error": errno.EIO}
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """Batches [first, last], from 0, whose loss and gradient are multiplied by a factor."""
+    """Batches [first, last], from 0, of which something is multiplied by a factor.
+
+    Attributes:
+      op: whose output it is: attention, ffn, norm, loss, or a pattern of module paths; None with a layer: the layer's;
+        None without one: loss and gradient.
+      layer: only of this layer; None: of all of them.
+      backward: not the output but the gradient with respect to it.
+      device: only of the rows of the batch on the device of this id.
+      text: as it was asked for.
+    """
 
     first: int
     last: int
     factor: float
+    op: str | None = None
+    layer: int | None = None
+    backward: bool = False
+    device: int | None = None
+    text: str = ""
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is of something inside the model."""
+        return self.op is not None or self.layer is not None
 
 
 @dataclass
@@ -64,9 +89,17 @@ class Fault:
     attempt: int | None = 0
     seconds: float = 1.0
     factor: float = 100.0
-    device: int = 0
+    device: int | None = None
     left: int = 1
     text: str = ""
+    op: str | None = None
+    layer: int | None = None
+    backward: bool = False
+
+    def wrong(self, factor: float) -> Wrong:
+        """What it makes of numbers, if it is of them."""
+        first, last = self.step - 1, self.step + self.left - 2
+        return Wrong(first, last, factor, self.op, self.layer, self.backward, self.device, self.text)
 
 
 @dataclass
@@ -91,11 +124,7 @@ class Faults:
     def wrong(self) -> tuple[Wrong, ...]:
         """Those of numbers, as the compiled step needs them: the same on all processes."""
         factors = {"nan": math.nan, "inf": math.inf}
-        return tuple(
-            Wrong(f.step - 1, f.step + f.left - 2, factors.get(f.kind, f.factor))
-            for f in self.faults
-            if f.kind in _OF_NUMBERS
-        )
+        return tuple(f.wrong(factors.get(f.kind, f.factor)) for f in self.faults if f.kind in _OF_NUMBERS)
 
     @property
     def notes(self) -> list[str]:
@@ -120,7 +149,7 @@ class Faults:
         for fault in self.faults:
             if fault.kind == "bitflip" and fault.step == step and fault.left:
                 self._strikes(fault)
-                return fault.device
+                return fault.device or 0
         return None
 
     def before_save(self, step: int) -> None:
@@ -150,24 +179,50 @@ def _parsed(text: str) -> Fault:
     if wrong or "step" not in given:
         need = f"knows no {wrong[0]}" if wrong else "needs step=N"
         raise ConfigError(f"{VARIABLE}: {text!r} {need}; {kind} takes {', '.join(takes)}")
+    fault = _made(kind, given, text)
+    if fault is None:
+        raise ConfigError(f"{VARIABLE}: {text!r}: takes numbers from 0 on, as in kill@step=7,rank=1")
+    _check_place(fault, given)
+    return fault
+
+
+def _made(kind: str, given: Mapping[str, str], text: str) -> Fault | None:
+    """The fault; None where a value is no number or below 0."""
+
+    def number(key: str) -> int | None:
+        return int(given[key]) if key in given else None
+
     try:
         fault = Fault(
             kind,
             step=int(given["step"]),
-            rank=int(given["rank"]) if "rank" in given else None,
+            rank=number("rank"),
             attempt=None if given.get("attempt") == "any" else int(given.get("attempt", 0)),
             seconds=float(given.get("seconds", 1.0)),
             factor=float(given.get("factor", 100.0)),
-            device=int(given.get("device", 0)),
+            device=number("device"),
             left=int(given.get("times", given.get("steps", 1))),
             text=text,
+            op=given.get("op"),
+            layer=number("layer"),
+            backward=given.get("pass") == "backward",
         )
     except ValueError:
-        fault = None
-    if (
-        fault is None
-        or min(fault.step, fault.left, fault.rank or 0, fault.device) < 0
-        or not (0 <= fault.seconds < math.inf and 0 <= fault.factor < math.inf)
-    ):
-        raise ConfigError(f"{VARIABLE}: {text!r}: takes numbers from 0 on, as in kill@step=7,rank=1")
-    return fault
+        return None
+    numbers = (fault.step, fault.left, fault.rank or 0, fault.device or 0, fault.layer or 0)
+    fine = min(numbers) >= 0 and 0 <= fault.seconds < math.inf and 0 <= fault.factor < math.inf
+    return fault if fine else None
+
+
+def _check_place(fault: Fault, given: Mapping[str, str]) -> None:
+    """Refuses a place in the model that makes no sense; one of a pass alone is of the loss."""
+    if given.get("pass", "forward") not in ("forward", "backward"):
+        raise ConfigError(f"{VARIABLE}: {fault.text!r}: pass is forward or backward, got {given['pass']}")
+    if "pass" in given and fault.op is None and fault.layer is None:
+        fault.op = "loss"
+    if fault.op == "loss" and (fault.layer is not None or fault.device is not None):
+        raise ConfigError(
+            f"{VARIABLE}: {fault.text!r}: the loss is of no layer and of no device; leave those out"
+        )
+    if fault.kind in _OF_NUMBERS and fault.device is not None and fault.op is None and fault.layer is None:
+        raise ConfigError(f"{VARIABLE}: {fault.text!r}: device needs op or layer, as in {_EXAMPLE},device=0")

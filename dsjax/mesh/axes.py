@@ -88,6 +88,13 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
+def devices_by_shard(mesh: Mesh) -> np.ndarray:
+    """The devices that hold each shard of the batch: [shards, devices that differ in other axes only]."""
+    order = tuple(AXES.index(axis) for axis in BATCH_AXES)
+    others = tuple(i for i in range(len(AXES)) if i not in order)
+    return np.transpose(mesh.devices, order + others).reshape(batch_shards(mesh), -1)
+
+
 def process_rows(mesh: Mesh, rows: int, microbatches: int = 1) -> np.ndarray:
     """Which rows of the global batch this process supplies, as positions in [0, rows), in order.
 
@@ -96,9 +103,7 @@ def process_rows(mesh: Mesh, rows: int, microbatches: int = 1) -> np.ndarray:
     """
     shards = batch_shards(mesh)
     each = rows // microbatches // shards
-    order = tuple(AXES.index(axis) for axis in BATCH_AXES)
-    others = tuple(i for i in range(len(AXES)) if i not in order)
-    by_shard = np.transpose(mesh.devices, order + others).reshape(shards, -1)
+    by_shard = devices_by_shard(mesh)
     here = jax.process_index()
     mine = [s for s in range(shards) if any(d.process_index == here for d in by_shard[s])]
     positions = np.arange(rows).reshape(microbatches, shards, each)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.mesh import gathered
+from dsjax.models.calls import in_layer
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -50,14 +51,17 @@ def run_stacked(
         with, and the module's own only take their gradients. So a few layers of a stack run without a copy.
     """
     graph, params, others = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
-    depth = jax.tree.leaves(params)[0].shape[0]
+    depth = _depth(params)
+    first, of = (0, depth) if source is None else (source[1], _depth(source[0]))
 
     def one(x: Any, scanned: tuple[Any, Any, Any]) -> tuple[Any, Any]:
         own, rest, index = scanned
         if source is not None:
-            own = jax.tree.map(lambda whole, g: _value_of(whole[source[1] + index], g), source[0], own)
+            own = jax.tree.map(lambda whole, g: _value_of(whole[first + index], g), source[0], own)
         layer = nnx.merge(graph, gathered(own, prefix), rest, copy=True)
-        return call(layer, x), nnx.state(layer, nnx.Not(nnx.Param))
+        with in_layer(prefix, index, of, first):
+            x = call(layer, x)
+        return x, nnx.state(layer, nnx.Not(nnx.Param))
 
     def run(step: Callable[..., Any], x: Any, scanned: Any) -> tuple[Any, Any]:
         return jax.lax.scan(step, x, scanned, unroll=unroll or 1)
@@ -91,6 +95,10 @@ def run_stacked(
             parts.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rest))
     nnx.update(module, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts))
     return x
+
+
+def _depth(stack: Any) -> int:
+    return int(jax.tree.leaves(stack)[0].shape[0])
 
 
 @jax.custom_vjp

@@ -5,7 +5,8 @@ Everything here is traced once and compiled once; sums and weights are added in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ from dsjax.grad_sync import Exchange
 from dsjax.mesh import Layout, map_named
 from dsjax.mesh.inside import left_spec
 from dsjax.models import Stages
+from dsjax.models.calls import LOSS, passing
 from dsjax.precision.delayed import observed, probes, with_probes
+from dsjax.train.injected import Injected, injecting
 from dsjax.train.losses import Extras, normalised
 from dsjax.train.pipelined import Pipelining
 from dsjax.train.randomness import ExampleContext, at_step, examples
@@ -46,6 +49,7 @@ class StepParts:
       exchange: of gradients between the replicas of `data`; None: there is one.
       apart: how workers train apart and meet; None: they exchange gradients at every step.
       numbers: how they are kept in range.
+      injected: faults inside the model; its structure is then an open one (`models.calls`).
       exact: the same in fp32, by which a step that is not finite is computed again; None: it is not.
     """
 
@@ -61,6 +65,7 @@ class StepParts:
     exchange: Exchange | None = None
     apart: DilocoConfig | None = None
     numbers: Numbers = UNSCALED
+    injected: tuple[Injected, ...] = ()
     exact: StepParts | None = None
 
 
@@ -87,6 +92,7 @@ class Microbatches:
       step: int32 [], the step's number.
       number: index of a microbatch -> its number, for random draws that are not by example.
       seed: float32 [], what the gradient of a loss starts from: gradients are larger by it; None: 1.
+      data_step: int32 [], the batch's number.
     """
 
     batch: Batch
@@ -94,6 +100,7 @@ class Microbatches:
     step: jax.Array
     number: Callable[[Any], Any] = lambda index: index
     seed: jax.Array | None = None
+    data_step: Any = 0
 
     def unit(self, weight: jax.Array) -> jax.Array:
         """What sums of gradients are divided by, for the mean over examples of a weight."""
@@ -119,25 +126,51 @@ def positions_of(batch: Batch) -> jax.Array:
     return jnp.arange(leading[0] * leading[1], dtype=jnp.int32).reshape(leading)
 
 
+@contextlib.contextmanager
+def computing(parts: StepParts, given: Microbatches, positions: jax.Array) -> Iterator[None]:
+    """Model code that is traced inside draws by example and has the faults that are asked for.
+
+    Args:
+      positions: int32 [B], places of the examples.
+    """
+    rows = positions.shape[0]
+    with examples(ExampleContext(positions)), injecting(parts.injected, parts.layout, given.data_step, rows):
+        yield
+
+
+def total(
+    parts: StepParts, params: nnx.State, zeros: Any, model_state: nnx.State, given: Microbatches, index: Any
+) -> tuple[jax.Array, Any]:
+    """(the loss's sum, (weight, extras, the model's state)) of one microbatch.
+
+    Args:
+      zeros: `probes` of the model's state.
+    """
+    batch, positions, number = given.at(index)
+    others = with_probes(model_state, zeros)
+    model = nnx.merge(parts.graph, params, at_step(others, given.step, number), copy=True)
+    model.train()
+    with computing(parts, given, positions):
+        loss, weight, extras = normalised(parts.loss(model, batch))
+        loss = passing(LOSS, loss)
+    return loss, (weight, extras, _kept_state(model, model_state))
+
+
+def recomputed(parts: StepParts, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, computed again in its backward pass if the step's loss is."""
+    if parts.remat == "full":
+        return jax.checkpoint(function)
+    if parts.remat == "dots":
+        return jax.checkpoint(function, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    return function
+
+
 def of_microbatch(
     parts: StepParts, params: nnx.State, model_state: nnx.State, given: Microbatches, index: Any
 ) -> tuple[Sums, nnx.State]:
     """Sums and gradient of one microbatch, and the model's state after it."""
-    batch, positions, number = given.at(index)
-
-    def total(params: nnx.State, zeros: Any) -> tuple[jax.Array, Any]:
-        others = with_probes(model_state, zeros)
-        model = nnx.merge(parts.graph, params, at_step(others, given.step, number), copy=True)
-        model.train()
-        with examples(ExampleContext(positions)):
-            loss, weight, extras = normalised(parts.loss(model, batch))
-        return loss, (weight, extras, _kept_state(model, model_state))
-
-    if parts.remat == "full":
-        total = jax.checkpoint(total)
-    elif parts.remat == "dots":
-        total = jax.checkpoint(total, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    loss, pull, (weight, extras, new_state) = jax.vjp(total, params, probes(model_state), has_aux=True)
+    loss_of = recomputed(parts, lambda params, zeros: total(parts, params, zeros, model_state, given, index))
+    loss, pull, (weight, extras, new_state) = jax.vjp(loss_of, params, probes(model_state), has_aux=True)
     grads, magnitudes = pull(started(loss, given.seed))
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     return Sums(loss, weight, extras, grads), observed(new_state, magnitudes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,9 +19,10 @@ from jax import lax
 from dsjax.grad_sync import AXIS, Exchange, mean, seed_of
 from dsjax.grad_sync.residuals import part
 from dsjax.mesh import Layout, map_named, named_leaves
-from dsjax.train.gradients import Microbatches, StepParts, Sums, accumulated, started
+from dsjax.models.calls import LOSS, passing
+from dsjax.train.gradients import Microbatches, StepParts, Sums, accumulated, computing, started
 from dsjax.train.losses import Extras, merged, normalised, split_stack, stack_of, through_layers, whole_stack
-from dsjax.train.randomness import ExampleContext, at_step, examples
+from dsjax.train.randomness import at_step
 from dsjax.train.state import statistics
 
 
@@ -88,7 +90,8 @@ class _Microbatch:
         assert parts.stages is not None
         self.stages, self._graph = parts.stages, parts.graph
         batch, positions, number = given.at(index)
-        self._batch, self._context = self.stages.prepare(batch), ExampleContext(positions)
+        self._batch = self.stages.prepare(batch)
+        self._now = partial(computing, parts, given, positions)
         self._states = split_stack(self.stages, at_step(model_state, given.step, number))
         self._layers, self.rest = split_stack(self.stages, params)
         self._layer_graph = nnx.split(stack_of(self._model(self.rest), self.stages))[0]
@@ -104,13 +107,14 @@ class _Microbatch:
 
     def embed(self, rest: Any) -> Any:
         """The input of the first layer."""
-        with examples(self._context):
+        with self._now():
             return self.stages.embed(self._model(rest), self._batch)
 
     def head(self, rest: Any, x: Any) -> tuple[jax.Array, Any]:
         """The loss, and (weight, extras)."""
-        with examples(self._context):
+        with self._now():
             loss, weight, extras = normalised(self.stages.head(self._model(rest), x, self._batch))
+            loss = passing(LOSS, loss)
         return loss, (weight, extras)
 
     def handles(self, start: int, end: int) -> Any:
@@ -124,7 +128,7 @@ class _Microbatch:
         def run(handles: Any, x: Any) -> Any:
             module = nnx.merge(self._layer_graph, handles, state, copy=True)
             module.train()
-            with examples(self._context):
+            with self._now():
                 x, added, extras = through_layers(
                     self.stages, module, x, self._batch, source=(self._layers, start)
                 )

@@ -6,7 +6,9 @@ and cross the data axes once, at the end.  `tensor` and `context` stay with the 
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,9 +34,12 @@ from dsjax.mesh.axes import SHARD_AXES
 from dsjax.mesh.inside import inside, left_spec, manual_specs, shard_map_over
 from dsjax.mesh.layout import axes_of_entry, gather_local, on_own_part
 from dsjax.models import Stages
+from dsjax.models.calls import LOSS, in_layer, passing
 from dsjax.pipelining.executor import AXIS, UNITS, Parts, Pipeline, Work
+from dsjax.pipelining.partition import Partition
 from dsjax.pipelining.schedule import forward_only
 from dsjax.pipelining.slots import allot
+from dsjax.train.injected import Injected, injecting
 from dsjax.train.losses import layer_result, normalised, split_stack, stack_of, whole_stack
 from dsjax.train.randomness import ExampleContext, at_step, examples
 
@@ -52,12 +57,13 @@ class Pipelining:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the functions below share: a model's structure, its layout inside the shard_map, train or eval."""
+    """What the functions below share: a model's structure, its layout inside the shard_map, train or eval, faults."""
 
     graph: Any
     stages: Stages
     layout: Layout
     training: bool
+    injected: tuple[Injected, ...] = ()
 
     def split(self, state: Any) -> tuple[Any, Any]:
         """A state as (the stack's own variables, the rest)."""
@@ -76,6 +82,7 @@ def pipelined(
     state: Any,
     batch: Any,
     seed: Any = None,
+    injected: tuple[Injected, ...] = (),
 ) -> tuple[tuple[Any, Any, Any], Any, Any]:
     """Sums (loss, weight, extras), the mean gradient in its parameters' places, fp32, and residuals.
 
@@ -83,8 +90,9 @@ def pipelined(
       exchange: of gradients between the replicas of `data`; None: there is one.
       batch: arrays [A * M, rows, ...]: M microbatches a pass of the pipeline, A passes.
       seed: float32 [], what the gradient of a loss starts from; None: 1.
+      injected: faults inside the model.
     """
-    call, body, specs, arguments = _set_up(graph, layout, pipelining, state, batch, seed)
+    call, body, specs, arguments = _set_up(graph, layout, pipelining, state, batch, seed, injected)
 
     def gradients(residuals: Any, *arguments: Any) -> Any:
         return body(lambda stages: stages.gradients(exchange, residuals), *arguments)
@@ -111,10 +119,17 @@ def probed(
 
 
 def _set_up(
-    graph: Any, layout: Layout, pipelining: Pipelining, state: Any, batch: Any, seed: Any = None
+    graph: Any,
+    layout: Layout,
+    pipelining: Pipelining,
+    state: Any,
+    batch: Any,
+    seed: Any = None,
+    injected: tuple[Injected, ...] = (),
 ) -> Any:
     """What stands around the body: (call, a function of a task and the arguments, their specs, the arguments)."""
-    call = _Call(graph, pipelining.stages, inside(layout, _LOCAL, state.params, state.model_state), True)
+    within = inside(layout, _LOCAL, state.params, state.model_state)
+    call = _Call(graph, pipelining.stages, within, True, injected)
     count = pipelining.work.schedule.microbatches
     lead = jax.tree.leaves(batch)[0].shape[:2]
     places = jnp.arange(lead[0] * lead[1], dtype=jnp.int32).reshape(lead)
@@ -126,7 +141,7 @@ def _set_up(
 
     specs = [manual_specs(call.layout, tree) for tree in (state.params, state.model_state)]
     rows = P(None, None, BATCH_AXES)
-    given = (state.params, state.model_state, batch, places, (state.step, seed))
+    given = (state.params, state.model_state, batch, places, (state.step, seed, state.data_step))
     return call, body, (*specs, rows, rows, P()), given
 
 
@@ -143,8 +158,10 @@ class _Body:
         places: Any,
         step: Any,
         seed: Any = None,
+        data_step: Any = None,
     ):
         self.call, self.work, self.step, self.seed = call, work, step, seed
+        self.data_step = data_step
         self.batch, self.places = batch, places
         params, model_state = (_over_stages(call.layout, tree) for tree in (params, model_state))
         if call.layout.fsdp_gather == "step":
@@ -162,11 +179,19 @@ class _Body:
         # Each shard of the batch draws its own random numbers (dropout's depend on the example alone).
         shard = lax.axis_index(BATCH_AXES)
         stack, rest = (self.layers, self.states), (self.rest, self.others)
-        parts = _parts(self.call, stack, rest, data, lambda m: (self.step, (first + m) * shards + shard))
+        when = lambda m: (self.step, (first + m) * shards + shard)  # noqa: E731
+        parts = _parts(self.call, stack, rest, data, when, self.data_step, sum(self.work.counts))
+        states = (self._numbers(), self.states)
         ordered = self.call.layout.on_cpu
-        return Pipeline(
-            parts, self.work, self.layers, self.states, self.rest, ordered=ordered, seed=self.seed
-        )
+        return Pipeline(parts, self.work, self.layers, states, self.rest, ordered=ordered, seed=self.seed)
+
+    def _numbers(self) -> jax.Array | None:
+        """int32 [slots of this stage], the layer in each; None where nobody asks."""
+        if not self.call.injected:
+            return None
+        schedule = self.work.schedule
+        slots = Partition(schedule.stages, schedule.virtual, self.work.counts).slots
+        return jnp.asarray(slots.reshape(schedule.stages, -1))[lax.axis_index(AXIS)]
 
     def start(self) -> tuple[Pipeline, tuple[Any, Any, Any]]:
         """The first pass's pipeline, and sums and gradients before its first microbatch."""
@@ -196,8 +221,11 @@ class _Body:
         return jnp.stack([jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(carry)]).sum()[None]
 
 
-def _parts(call: _Call, stack: Any, rest: Any, data: Any, when: Any) -> Parts:
-    """The executor's functions: `stack` and `rest` are pairs (parameters, other variables)."""
+def _parts(call: _Call, stack: Any, rest: Any, data: Any, when: Any, data_step: Any, depth: int) -> Parts:
+    """The executor's functions: `stack` and `rest` are pairs (parameters, other variables).
+
+    To the executor the other variables of a layer are (its number or None, the variables).
+    """
     stages, (batch, places) = call.stages, data
     model = nnx.merge(call.graph, call.whole(stack[0], rest[0]), call.whole(stack[1], rest[1]), copy=True)
     layer_graph = nnx.split(stack_of(model, stages))[0]
@@ -205,6 +233,12 @@ def _parts(call: _Call, stack: Any, rest: Any, data: Any, when: Any) -> Parts:
     def microbatch(m: Any) -> tuple[Any, ExampleContext]:
         now, here = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, m, keepdims=False), (batch, places))
         return stages.prepare(now), ExampleContext(here)
+
+    @contextlib.contextmanager
+    def computing(context: ExampleContext) -> Iterator[None]:
+        rows = context.examples.shape[0]
+        with examples(context), injecting(call.injected, call.layout, data_step, rows):
+            yield
 
     def mode(module: Any) -> Any:
         module.train() if call.training else module.eval()
@@ -219,13 +253,14 @@ def _parts(call: _Call, stack: Any, rest: Any, data: Any, when: Any) -> Parts:
 
     def embed(params: Any, m: Any) -> Any:
         prepared, context = microbatch(m)
-        with examples(context):
+        with computing(context):
             return stages.embed(model_of(params, m), prepared)
 
     def layer(own: Any, state: Any, x: Any, m: Any) -> Any:
         prepared, context = microbatch(m)
+        number, state = state
         own, state = gathered(own, stages.layers), gathered(at_step(state, *when(m)), stages.layers)
-        with examples(context):
+        with computing(context), in_layer(stages.layers, number, depth):
             y, loss, extras = layer_result(
                 stages.layer(mode(nnx.merge(layer_graph, own, state, copy=True)), x, prepared)
             )
@@ -233,8 +268,9 @@ def _parts(call: _Call, stack: Any, rest: Any, data: Any, when: Any) -> Parts:
 
     def head(params: Any, x: Any, m: Any) -> Any:
         prepared, context = microbatch(m)
-        with examples(context):
+        with computing(context):
             loss, weight, extras = normalised(stages.head(model_of(params, m), x, prepared))
+            loss = passing(LOSS, loss)
         return loss, (weight, extras)
 
     return Parts(embed, _recomputed(layer, stages.remat) if call.training else layer, head)

@@ -35,6 +35,7 @@ from dsjax.train.diloco import refuse_last_step, refuse_pipeline
 from dsjax.train.given import Init, check_init, check_patterns
 from dsjax.train.gradients import StepParts
 from dsjax.train.host_batch import abstract, leading_rows, narrow, refuse_nan, signature
+from dsjax.train.injected import with_faults
 from dsjax.train.memory import (
     compiled_bytes,
     device_bytes,
@@ -129,8 +130,7 @@ class Program:
         )
         paths = frozenset(named_leaves(nnx.state(model)))
         self.stack = Stack(recipe.stages.layers if recipe.stages else "", paths)
-        # Microbatches a step, over all passes of the pipeline.
-        self.microbatches = self.accumulation * passes
+        self.microbatches = self.accumulation * passes  # a step, over all passes of the pipeline
         self.layout = Layout(
             self.mesh,
             {**declared_axes(model), **recipe.param_axes},
@@ -140,6 +140,7 @@ class Program:
             gather_kept=self.policy.kept_apart(model),
         )
         self._filter = trainable_filter(self.trainable)
+        model, injected = with_faults(self.numbers.wrong, model, self.mesh)
         graph, *states = nnx.split(model, self._filter, ...)
         params, model_state = jax.eval_shape(lambda: [self._stored(state) for state in states])
         if self.trainable and not jax.tree.leaves(params):
@@ -151,11 +152,11 @@ class Program:
         apart = self.diloco if self.diloco.inner_steps and exchange is not None else None
         self.parts = StepParts(
             graph, recipe.loss, optimizer, recipe.schedule, self.layout, self.max_grad_norm, self.remat,
-            recipe.stages, self.stacking.pipelining if self.stacking else None, exchange, apart, self.numbers,
+            recipe.stages, self.stacking.pipelining if self.stacking else None, exchange, apart, self.numbers, injected,
         )  # fmt: skip
         if self.numbers.recompute and not self.policy.is_exact and apart is None:
             model = nnx.eval_shape(lambda: self._model(jax.random.key(0), self.policy.exact))
-            exact = replace(self.parts, graph=nnx.split(model)[0], layout=self.layout.exact)
+            exact = replace(self.parts, graph=nnx.split(model)[0], layout=self.layout.exact, injected=())
             self.parts = replace(self.parts, exact=exact)
         self.abstract_state = abstract_state(
             self.layout, optimizer, exchange, params, model_state, apart is not None, self.numbers
@@ -493,8 +494,7 @@ class Program:
                 lambda params, model_state, batch: eval_step(self.parts, params, model_state, batch),
                 out_shardings=self.replicated,
             )
-            state = self.abstract_state
-            lowered = function.lower(state.params, state.model_state, abstract(batch))
-            self._evals[key] = lowered.compile(dict(self.compiler_options))
+            arguments = self.abstract_state.params, self.abstract_state.model_state, abstract(batch)
+            self._evals[key] = function.lower(*arguments).compile(dict(self.compiler_options))
             self.on_compile("evaluation", time.monotonic() - started)
         return self._evals[key]

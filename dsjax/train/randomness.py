@@ -52,6 +52,12 @@ def examples(context: ExampleContext) -> Iterator[None]:
         _context.reset(token)
 
 
+def current_examples() -> jax.Array | None:
+    """int32 [B], places in the global batch of the examples that are being computed; None outside of a step."""
+    now = _context.get()
+    return None if now is None else now.examples
+
+
 @contextlib.contextmanager
 def sequence_positions(positions: Any) -> Iterator[None]:
     """Tells the position in the sequence of each slot, for masks of [B, S, ...] activations."""

@@ -42,7 +42,7 @@ def by_replica(
 
     def body(params: Any, model_state: Any, residuals: Any, batch: Any, positions: Any, now: Any) -> Any:
         replica = lax.axis_index(AXIS)
-        given = Microbatches(batch, positions, now[0], lambda index: index * replicas + replica, now[1])
+        given = Microbatches(batch, positions, now[0], lambda index: index * replicas + replica, *now[1:])
         if parts.apart:
             params = jax.tree.map(lambda leaf: leaf[0], params)
         with use_layout(layout):
@@ -62,7 +62,8 @@ def by_replica(
     rows = P(None, AXIS)
     found: Any = Sums(P(), P(), P(), own)  # type: ignore[arg-type]
     mapped = shard_map_over(layout, body, (own, states, kept, rows, rows, P()), (found, states, kept))
-    return mapped(params, state.model_state, residuals, batch, positions_of(batch), (state.step, seed))
+    now = (state.step, seed, state.data_step)
+    return mapped(params, state.model_state, residuals, batch, positions_of(batch), now)
 
 
 def each_its_own_spec(specs: Any) -> Any:

@@ -31,6 +31,7 @@ from dsjax.train.gradients import (
     at_rest,
     positions_of,
 )
+from dsjax.train.injected import refuse_idle
 from dsjax.train.losses import normalised
 from dsjax.train.pipelined import evaluated, pipelined
 from dsjax.train.replicas import by_replica
@@ -48,21 +49,23 @@ def _summed(parts: StepParts, state: State, batch: Batch, seed: Any) -> tuple[Su
     layout = parts.layout
     if parts.pipelining is not None:
         (loss, weight, extras), grads, residuals = pipelined(
-            parts.graph, layout, parts.pipelining, parts.exchange, state, batch, seed
+            parts.graph, layout, parts.pipelining, parts.exchange, state, batch, seed, parts.injected
         )
         return Sums(loss, weight, extras, grads), state.model_state, residuals
     if parts.exchange is not None:
         return by_replica(parts, parts.exchange, state, batch, seed)
     params = gather_all(state.params) if layout.fsdp_gather == "step" else state.params
-    given = Microbatches(batch, positions_of(batch), state.step, seed=seed)
+    given = Microbatches(batch, positions_of(batch), state.step, seed=seed, data_step=state.data_step)
     sums, model_state = accumulated(parts, params, state.model_state, given, len(given))
     grads = mean(at_rest(layout, sums.grads), given.unit(sums.weight))
     return replace(sums, grads=grads), model_state, state.residuals
 
 
 def _gone_wrong(parts: StepParts, state: State, sums: Sums) -> Sums:
-    """The sums with the faults that were asked for."""
+    """The sums with the faults that were asked for of them."""
     for wrong in parts.numbers.wrong:
+        if wrong.inside:
+            continue
         strikes = (state.data_step >= wrong.first) & (state.data_step <= wrong.last)
         factor = jnp.where(strikes, wrong.factor, 1.0)
         sums = replace(sums, loss=sums.loss * factor, grads=jax.tree.map(lambda g: g * factor, sums.grads))  # noqa: B023
@@ -118,6 +121,7 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
             again = None
         else:
             sums, after, norm, again = _together(parts, state, batch)
+    refuse_idle(parts.injected)
     weight = jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
     applied = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (sums.weight > 0)
     after = guarded(applied, after, state)

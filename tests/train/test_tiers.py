@@ -256,6 +256,14 @@ def test_a_fault_that_is_not_understood_is_refused(text: str, fault: str) -> Non
     assert refused.value.faults == [f"{VARIABLE}: {fault}"]
 
 
+def test_a_fault_of_numbers_may_have_a_place() -> None:
+    text = "nan@step=3,steps=2,layer=1,op=ffn,pass=backward,device=0; inf@step=1,pass=forward; spike@step=4"
+    nan, inf, spike = Faults.of({VARIABLE: text}, 0).wrong
+    assert (nan.first, nan.last, nan.layer, nan.op, nan.backward, nan.device) == (2, 3, 1, "ffn", True, 0)
+    assert (inf.op, inf.backward, inf.inside) == ("loss", False, True)
+    assert (spike.factor, spike.inside, spike.device) == (100.0, False, None)
+
+
 def test_faults_concern_a_rank_and_an_attempt() -> None:
     text = "kill@step=1,rank=1;slow@step=1,seconds=0;hang@step=1,attempt=1;save_error@step=2,attempt=any"
     mine = {rank: [f.kind for f in Faults.of({VARIABLE: text}, rank).faults] for rank in (0, 1)}
