@@ -125,6 +125,12 @@ class StabilityConfig(Section):
     )
     rollback_steps: PositiveInt = described(100, "rollback: updates with that learning rate.")
 
+    locate_nonfinite: bool = described(
+        True,
+        "Of the first skipped step in a row of them, compute loss and gradient once more with taps on the model's "
+        "modules, and tell which layer and operator was the first that was not finite, in the forward or the backward "
+        "pass (at most 5 times a run). Other steps pay nothing.",
+    )
     check_replicas_every: NonNegativeInt = described(
         0,
         "Compare every N steps, bit by bit, what devices hold alike (replicas of parameters and optimizer state); end "

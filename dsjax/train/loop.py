@@ -19,6 +19,7 @@ from dsjax.processes import everywhere
 from dsjax.stability.replicas import Replicas, flipped
 from dsjax.stability.watch import Astray
 from dsjax.train.balance import Balancer
+from dsjax.train.diagnosis import Diagnosis
 from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory
 from dsjax.train.program import Program
 from dsjax.train.recorder import Recorder
@@ -46,6 +47,7 @@ class Plan:
       evaluate_first: the evaluation of the state that the loop starts from is still owed.
       faults: those to be injected.
       check_replicas_every: compare replicas every N steps; 0: never.
+      locate_nonfinite: tell where in the model a skipped step went wrong.
       roll_back: gives the state to go on from when the run has gone astray (`Rollback`).
     """
 
@@ -60,6 +62,7 @@ class Plan:
     evaluate_first: bool = False
     faults: Faults = field(default_factory=Faults)
     check_replicas_every: int = 0
+    locate_nonfinite: bool = False
     roll_back: Callable[[Program, Astray, int, int], State] | None = None
 
 
@@ -87,6 +90,7 @@ def run_loop(
     cut_off = plan.evaluate_first and not evaluated(start, state)
     check_replicas = _replica_check(plan.check_replicas_every, recorder)
     balancer = Balancer(program, recorder, plan.on_program, last_of_call)
+    diagnosis = Diagnosis(recorder, plan.locate_nonfinite)
     recorder.start_clock()
     step = start
     while step < last_of_call and not cut_off:
@@ -105,10 +109,12 @@ def run_loop(
         asked = (STOP if stop.requested else 0) | saving.votes()
         votes = balancer.votes(program.votes(asked))
         state, metrics = _one_step(program, state, placed, votes, recorder)
+        diagnosis.stepped(step, program, state, placed, step - 1 + offset)
         recorder.step_done(step, metrics, waited)
         if step == last_of_call:
             recorder.drain()
         if recorder.astray is not None and plan.roll_back is not None:
+            diagnosis.forget()
             del state  # the one that comes takes its room
             state = plan.roll_back(program, recorder.astray, step, offset)
             step, offset = int(state.step), int(state.data_step) - int(state.step)
@@ -125,6 +131,7 @@ def run_loop(
             before = program
             program, state = balancer.step_done(step, program, state, placed)
             if program is not before:
+                diagnosis.forget()
                 saving.laid_out_anew(step, state)
     balancer.close()
     recorder.drain()

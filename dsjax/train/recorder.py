@@ -84,6 +84,8 @@ class Recorder:
         self.asked = 0  # by any process, since it was last cleared
         self._skipped_in_a_row = 0
         self._watch = watch
+        # Called with the first of skipped steps in a row that was not finite, and with its metrics.
+        self.on_trouble: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None
         self.step = first_step
         self.last_record: dict[str, Any] = {}
         # Of a pipeline's stages, for a microbatch, when they were last timed; told once.
@@ -222,6 +224,8 @@ class Recorder:
             )
         self.event("skipped", step, reason=reason, in_a_row=int(values["skipped"]))
         self.progress.message(f"step {step} skipped: {reason}; parameters unchanged")
+        if float(values["tokens"]) > 0 and int(values["skipped"]) == 1:
+            self.on_trouble(step, values)
         if int(values["skipped"]) >= self._give_up_after:
             raise Diverged(
                 f"training gave up at step {step}: {int(values['skipped'])} steps in a row were skipped ({reason}); "

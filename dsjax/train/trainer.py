@@ -455,6 +455,7 @@ class Trainer:
             on_program=self.go_on_with,
             faults=self._faults,
             check_replicas_every=self.config.stability.check_replicas_every,
+            locate_nonfinite=self.config.stability.locate_nonfinite,
         )
 
     @contextmanager

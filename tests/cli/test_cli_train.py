@@ -72,3 +72,13 @@ def test_a_run_that_diverges_ends_with_3(dsjax):
     assert code == 3
     assert err.startswith("dsjax: training gave up at step ") and err.count("\n") == 1
     assert [event["kind"] for event in records("events.jsonl")].count("skipped") == 2
+
+
+def test_a_step_that_goes_wrong_is_traced_to_its_operator(dsjax, monkeypatch):
+    monkeypatch.setenv("DSJAX_FAULT", "nan@step=2,layer=0,op=ffn")
+    code, out, err = dsjax("train", "tiny.yaml", "train.steps=4", "observe.progress=plain")
+    assert code == 0
+    assert "step 2: layer 0, mlp: output not finite in the forward pass; largest input " in out + err
+    (event,) = [event for event in records("events.jsonl") if event["kind"] == "nonfinite_located"]
+    assert (event["step"], event["direction"], event["layer"]) == (2, "forward", 0)
+    assert event["operator"] == "layers/mlp"
