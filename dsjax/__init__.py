@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dsjax.mesh import constrain
     from dsjax.models.spec import Stages
     from dsjax.models.stack import stacked
+    from dsjax.precision.rounding import apply_updates_stochastic_rounding, in_float32
     from dsjax.precision.small_state import small_state
     from dsjax.train.trainer import Trainer
 
@@ -31,6 +32,11 @@ _HOMES = {
     "Stages": ("dsjax.models.spec", "Stages"),
     "constrain": ("dsjax.mesh", "constrain"),
     "stacked": ("dsjax.models.stack", "stacked"),
+    "apply_updates_stochastic_rounding": (
+        "dsjax.precision.rounding",
+        "apply_updates_stochastic_rounding",
+    ),
+    "in_float32": ("dsjax.precision.rounding", "in_float32"),
     "small_state": ("dsjax.precision.small_state", "small_state"),
     "load_config": ("dsjax.config", "load"),
     "DsjaxError": ("dsjax.errors", "DsjaxError"),
@@ -54,7 +60,9 @@ __all__ = [
     "Preempted",
     "Stages",
     "Trainer",
+    "apply_updates_stochastic_rounding",
     "constrain",
+    "in_float32",
     "load_config",
     "small_state",
     "stacked",

@@ -137,7 +137,7 @@ def program_of(settings: Mapping[str, Any], devices: Any = None) -> Program:
         remat_by_step=False,
         stages=language_model_stages(spec.trunk, 48, train.remat),
     )
-    numbers = numbers_of(config, "cpu", ())
+    numbers = numbers_of(config, "cpu", settings["pipeline"][0], ())
     if settings["scaled"]:
         numbers = replace(numbers, loss_scale=config.precision.loss_scale)
     parts = settings["data"] * settings["fsdp"] * train.gradient_accumulation_steps

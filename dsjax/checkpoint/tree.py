@@ -68,7 +68,10 @@ def check_matches(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: s
         if got != needs:
             faults.append(f"{name}: shape {got} in the checkpoint, {needs} in this model")
         elif jnp.dtype(have[name].dtype) != jnp.dtype(want[name].dtype):
-            faults.append(f"{name}: {have[name].dtype} in the checkpoint, {want[name].dtype} in this model")
+            faults.append(
+                f"{name}: {have[name].dtype} in the checkpoint, {want[name].dtype} in this model "
+                "(precision.params, optimizer.state_dtype)"
+            )
     if faults:
         shown = faults[:8] + ([f"... and {len(faults) - 8} more"] if len(faults) > 8 else [])
         raise InputError(

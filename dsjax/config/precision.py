@@ -72,9 +72,10 @@ class PrecisionConfig(Section):
 
     policy: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = described(
         "auto",
-        "Type of matrix products and lookups; normalisations, softmax, router and loss stay fp32, and so do master "
-        "parameters and the optimizer's state. auto: bf16 on GPU and TPU, fp32 on CPU. fp16 scales its loss. fp8: "
-        "bf16, and the products of layers in fp8, but for the model's own first and last layer (embedding, head).",
+        "Type of matrix products and lookups; normalisations, softmax, router and loss stay fp32, and so do the "
+        "parameters and the optimizer's state unless set otherwise. auto: bf16 on GPU and TPU, fp32 on CPU. fp16 "
+        "scales its loss. fp8: bf16, and the products of layers in fp8, but for the model's own first and last layer "
+        "(embedding, head).",
     )
     table: dict[NonEmpty, Format] = described(
         {},
@@ -82,7 +83,16 @@ class PrecisionConfig(Section):
         "are part of, to fp32, bf16, fp16 or fp8; the last that fits counts: {layers/mlp: fp8, norm: bf16}.",
     )
     fp8: Fp8Config = Field(default_factory=Fp8Config, description="Products in fp8.")
-    params: Literal["float32"] = described("float32", "Type of the master parameters.")
+    params: Literal["float32", "bfloat16"] = described(
+        "float32",
+        "Type of the parameters between steps: of matrices; vectors are float32. bfloat16: updates are computed in "
+        "fp32 and rounded at random, so that their mean is kept.",
+    )
+    gradients: Literal["float32", "bfloat16"] = described(
+        "float32",
+        "Type in which the gradients of matrices are summed over microbatches and handed to the optimizer. bfloat16: "
+        "sums are rounded at random. Norms and sums over replicas are fp32.",
+    )
     loss_scale: LossScaleConfig = Field(
         default_factory=LossScaleConfig, description="The dynamic loss scale of fp16."
     )

@@ -116,7 +116,7 @@ class TrainConfig(Section):
     global_batch_size: PositiveInt = described(8, "Sequences (examples) a step over all devices.")
     sequence_length: PositiveInt = described(256, "Tokens of a sequence.")
     gradient_accumulation_steps: PositiveInt = described(
-        1, "Microbatches a step; gradients are summed in fp32 and divided once."
+        1, "Microbatches a step; gradients are summed (precision.gradients) and divided once."
     )
     remat: Annotated[
         str,

@@ -296,9 +296,10 @@ def mean(grads: Any, weight: jax.Array) -> Any:
     """Sums of gradients over a weight; zeros where that is 0.
 
     Residuals are of means, so that they keep their meaning where weights differ from step to step.
+    Divided in fp32; the results have the types of the sums.
     """
     scale = jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)
-    return jax.tree.map(lambda g: g / scale, grads)
+    return jax.tree.map(lambda g: (g / scale).astype(g.dtype), grads)
 
 
 def seed_of(step: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ _BATCH_BYTES = 20  # a token: four int32 and one float32
 def memory(laid: Laid) -> MemoryUse:
     """Bytes of a device: the state, the batch, and XLA's heap when it is fullest, in the head or in a layer."""
     parameters, optimizer = laid.state
+    gradients = _whole(laid)
     if laid.stacking:
         temporary = analytic_stages.temporary(laid, _in_a_layer(laid))
     else:
@@ -31,9 +32,9 @@ def memory(laid: Laid) -> MemoryUse:
     total = int(parameters + optimizer + batch + laid.kept + temporary)
     return MemoryUse(
         parameters=parameters,
-        gradients=min(parameters, int(temporary)),
+        gradients=min(gradients, int(temporary)),
         optimizer=optimizer,
-        activations=max(0, int(temporary) - parameters),
+        activations=max(0, int(temporary) - gradients),
         batch=batch,
         exchange=laid.kept,
         other=0,
@@ -85,11 +86,17 @@ def _kept_in_a_group(laid: Laid) -> float:
 def _gradients(laid: Laid) -> float:
     """Bytes of gradients in their places, from the first layer on (XLA makes the zeros early), and of their sums."""
     sizes, cut = laid.sizes, laid.shards * laid.tensor
-    found = 4 * sizes.layers * sizes.layer / cut
+    found = laid.gradient_item * sizes.layers * sizes.layer / cut
     if laid.shards > 1 and laid.config.train.remat != "none":
         # The down and output projections once more, with the dimension first along which they are gathered.
-        found += 4 * sizes.layers * sizes.hidden * (sizes.feed_forward + sizes.query) / cut
-    return found + (laid.state[0] if laid.microbatches > 1 else 0)
+        found += laid.gradient_item * sizes.layers * sizes.hidden * (sizes.feed_forward + sizes.query) / cut
+    return found + (_whole(laid) if laid.microbatches > 1 else 0)
+
+
+def _whole(laid: Laid) -> int:
+    """Bytes of the gradients of all parameters."""
+    item = 2 if laid.config.precision.params == "bfloat16" else 4
+    return laid.state[0] * laid.gradient_item // item
 
 
 def _in_the_head(laid: Laid) -> float:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from dsjax.mesh import BATCH_AXES, batch_shards
 from dsjax.mesh.axes import resolve_sizes
 from dsjax.models import ModelSpec
 from dsjax.train.assemble import program_for
+from dsjax.train.formats import held_gradients
 from dsjax.train.memory import bytes_a_device
 from dsjax.train.program import Program
 
@@ -91,8 +93,10 @@ def describe(config: Config, target: aot.Target, vocab_size: int | None) -> Desc
 def parts_of(program: Program, batch: Any) -> dict[str, int]:
     """Bytes of a device that are known without compiling: parameters, gradients, optimizer, exchange, batch."""
     state = program.abstract_state
+    held = jax.eval_shape(partial(held_gradients, program.layout, program.numbers), state.params)
     gradients = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(state.params)
+        math.prod(param.sharding.shard_shape(param.shape)) * gradient.dtype.itemsize
+        for param, gradient in zip(jax.tree.leaves(state.params), jax.tree.leaves(held), strict=True)
     )
     return {
         "parameters": bytes_a_device((state.params, state.model_state)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,11 +26,13 @@ from dsjax.plan.compiled import check_mesh
 from dsjax.precision import compute_dtype
 from dsjax.train.assemble import check_batch
 from dsjax.train.diloco import refuse_pipeline
+from dsjax.train.formats import held_params
 from dsjax.train.losses import language_model_stages
 from dsjax.train.memory import bytes_a_device
 from dsjax.train.optimizers import make_optimizer, make_schedule, optimizer_shardings
 from dsjax.train.stacking import Stack, Stacking, microbatches_of, refuse_empty_slots, stacking_of
 from dsjax.train.stage_costs import Costs, costs_of
+from dsjax.train.state import Numbers
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,11 @@ class Laid:
         return int(np.dtype(compute_dtype(self.config.precision.policy, self.target.chip.kind)).itemsize)
 
     @property
+    def gradient_item(self) -> int:
+        """Bytes of an element of a matrix's gradient as it is summed."""
+        return int(np.dtype(self.config.precision.gradients).itemsize)
+
+    @property
     def dtype(self) -> str:
         """The type of matrix products, as HLO names it."""
         name = np.dtype(compute_dtype(self.config.precision.policy, self.target.chip.kind)).name
@@ -247,10 +255,13 @@ def _state_bytes(config: Config, layout: Any, params: Any) -> tuple[int, int]:
         moments, params, shardings, lambda shape: NamedSharding(layout.mesh, fallback.param_spec("", shape))
     )
 
+    numbers = Numbers(params=np.dtype(config.precision.params))
+    held = jax.eval_shape(partial(held_params, layout, numbers), params)
+
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return (
-        bytes_a_device(jax.tree.map(placed, params, shardings)),
+        bytes_a_device(jax.tree.map(placed, held, shardings)),
         bytes_a_device(jax.tree.map(placed, moments, places)),
     )

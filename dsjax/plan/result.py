@@ -13,7 +13,7 @@ class MemoryUse:
     """Bytes of one device.
 
     Attributes:
-      gradients: as they are summed, fp32, in the parameters' places; part of what XLA calls temporary.
+      gradients: as they are summed, in the parameters' places; part of what XLA calls temporary.
       activations: everything else that exists during the step only: activations, gathered parameters, logits.
       exchange: what error feedback owes, and the parameters of workers that train apart.
       other: arguments and results that are none of these (`report` of a function that is not dsjax's).

@@ -23,7 +23,7 @@ _TEMPLATE = "page.html"
 _SHOWN = 12  # groups of collectives; the rest are summed
 _PARTS = {
     "parameters": "parameters",
-    "gradients": "gradients (fp32)",
+    "gradients": "gradients",
     "optimizer": "optimizer state",
     "activations": "activations, gathered parameters, logits",
     "batch": "batch",

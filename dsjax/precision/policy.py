@@ -1,6 +1,6 @@
 """Number formats of a model's layers, set from outside the model.
 
-Master parameters stay as they are.  Layers whose work is a matrix product or a lookup compute in the
+Parameters keep their own type.  Layers whose work is a matrix product or a lookup compute in the
 policy's type, if their author left their `dtype` open; normalisations, softmax and losses keep
 fp32, as they always compute in fp32 inside.  A layer whose products can be given from outside (`dot_general`)
 multiplies in fp8 where the policy says so.
@@ -176,8 +176,11 @@ class Policy:
             raise ConfigError(faults)
         return chosen
 
-    def applied(self, model: nnx.Module) -> nnx.Module:
+    def applied(self, model: nnx.Module, params: Any = jnp.float32) -> nnx.Module:
         """Sets the formats on a model's layers; returns it.
+
+        Args:
+          params: the type of the parameters: where it is the policy's too there is nothing to set.
 
         A layer of the user's own takes part by having a `dtype` attribute; one whose `dtype` is
         already set, and every normalisation, stays as it is but for what the table says.
@@ -187,11 +190,9 @@ class Policy:
             name, module = formats.get(layer.path), layer.module
             if name == "fp8":
                 self._multiplies_in_fp8(layer)
-            if self.exactly:
-                continue
-            if name in ("fp32", "bf16", "fp16"):
+            if name in ("fp32", "bf16", "fp16") and not self.exactly:
                 module.dtype = POLICIES[name]
-            elif layer.is_open and layer.kind != "norm" and self.dtype != jnp.float32:
+            elif layer.is_open and layer.kind != "norm" and not self.dtype == params == jnp.float32:
                 module.dtype = self.dtype
         return model
 

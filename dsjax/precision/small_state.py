@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dsjax.precision.rounding import stochastically_rounded
+
 BLOCK, SMALLEST_BLOCK, SMALLEST = 128, 16, 4096
 
 
@@ -60,7 +62,7 @@ def _packed(state: Any, dtype: str, count: jax.Array) -> SmallState:
     for number, (path, leaf) in enumerate(found):
         code, scale = leaf, jnp.zeros((), jnp.float32)
         if _is_moment(leaf) and dtype == "bfloat16":
-            code = _rounded_at_random(leaf, jax.random.fold_in(jax.random.key(number), count))
+            code = stochastically_rounded(leaf, jax.random.fold_in(jax.random.key(number), count))
         elif _is_moment(leaf) and _block(leaf.shape):
             code, scale = encoded(leaf, _is_square(path))
         codes.append(code)
@@ -98,17 +100,6 @@ def _block(shape: tuple[int, ...]) -> int:
     """Numbers of the last dimension that share a scale; 0: too few."""
     block = math.gcd(shape[-1], BLOCK)
     return block if block >= SMALLEST_BLOCK else 0
-
-
-# ---- bf16 ------------------------------------------------------------------------------------------
-
-
-def _rounded_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
-    """x in bf16, up or down with the odds that keep its mean; what is not finite stays so."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    cut = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x) & jnp.isfinite(cut), cut, x).astype(jnp.bfloat16)
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------

@@ -66,7 +66,10 @@ def clipped(
 
     members: dict[str, list[jax.Array]] = {group: [] for group in history.norms}
     map_named(lambda path, grad: members[group_of(path)].append(grad), grads)
-    norms = {group: optax.tree.norm(leaves) for group, leaves in members.items()}
+    norms = {
+        group: optax.tree.norm([leaf.astype(jnp.float32) for leaf in leaves])
+        for group, leaves in members.items()
+    }
     thresholds = {group: _threshold(config, fixed, history.norms[group], history.seen) for group in members}
     scales = {
         group: jnp.minimum(1.0, thresholds[group] / jnp.maximum(norms[group], 1e-12)) for group in members

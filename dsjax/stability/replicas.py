@@ -100,13 +100,19 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 def flipped(array: jax.Array, device_id: int, bit: int = 20) -> jax.Array:
-    """An array of fp32 with one bit of the first number on one device turned: what memory that fails does."""
+    """An array with one bit of the first number on one device turned: what memory that fails does.
+
+    Args:
+      bit: of an fp32 number; one of 16 bits is the upper half of one.
+    """
     parts = []
     for shard in array.addressable_shards:
         part = shard.data
         if shard.device.id == device_id:
             numbers = np.array(part)
-            numbers.reshape(-1)[:1].view(np.uint32)[0] ^= np.uint32(1 << bit)
+            width = 8 * numbers.dtype.itemsize
+            first = numbers.reshape(-1)[:1].view(f"uint{width}")
+            first ^= first.dtype.type(1 << max(0, bit - 32 + width))
             part = jax.device_put(numbers, shard.device)
         parts.append(part)
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)

@@ -1,13 +1,14 @@
 """Sums over examples and their gradients: of one microbatch, and added up over several.
 
-Everything here is traced once and compiled once; sums and weights are added in fp32 and divided once, elsewhere.
+Everything here is traced once and compiled once; sums and weights are added in fp32 (gradients as
+`precision.gradients` says) and divided once, elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from dsjax.mesh.inside import left_spec
 from dsjax.models import Stages
 from dsjax.models.calls import LOSS, passing
 from dsjax.precision.delayed import observed, probes, with_probes
+from dsjax.train.formats import held_gradients, summed
 from dsjax.train.injected import Injected, injecting
 from dsjax.train.losses import Extras, normalised
 from dsjax.train.pipelined import Pipelining
@@ -172,7 +174,7 @@ def of_microbatch(
     loss_of = recomputed(parts, lambda params, zeros: total(parts, params, zeros, model_state, given, index))
     loss, pull, (weight, extras, new_state) = jax.vjp(loss_of, params, probes(model_state), has_aux=True)
     grads, magnitudes = pull(started(loss, given.seed))
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    grads = held_gradients(parts.layout, parts.numbers, grads)
     return Sums(loss, weight, extras, grads), observed(new_state, magnitudes)
 
 
@@ -204,8 +206,10 @@ def accumulated(
         return of_microbatch(parts, params, model_state, given, 0)
 
     def one(index: Any, carry: tuple[Sums, nnx.State]) -> tuple[Sums, nnx.State]:
-        more, model_state = of_microbatch(parts, params, carry[1], given, index)
-        return jax.tree.map(jnp.add, carry[0], more), model_state
+        so_far, (more, model_state) = carry[0], of_microbatch(parts, params, carry[1], given, index)
+        grads = summed(parts.numbers, so_far.grads, more.grads, given.step, given.number(index))
+        rest = jax.tree.map(jnp.add, replace(so_far, grads=()), replace(more, grads=()))
+        return replace(rest, grads=grads), model_state
 
     shapes = jax.eval_shape(lambda p, s: of_microbatch(parts, p, s, given, 0)[0], params, model_state)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

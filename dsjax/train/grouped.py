@@ -20,6 +20,7 @@ from dsjax.grad_sync import AXIS, Exchange, mean, seed_of
 from dsjax.grad_sync.residuals import part
 from dsjax.mesh import Layout, map_named, named_leaves
 from dsjax.models.calls import LOSS, passing
+from dsjax.train.formats import held_gradients
 from dsjax.train.gradients import Microbatches, StepParts, Sums, accumulated, computing, started
 from dsjax.train.losses import Extras, merged, normalised, split_stack, stack_of, through_layers, whole_stack
 from dsjax.train.randomness import at_step
@@ -154,6 +155,7 @@ class _Leaving:
         seed: Any,
     ):
         self._layout, self._exchange, self._old = parts.layout, exchange, residuals
+        self._numbers = parts.numbers
         self._weight, self._seed = weight, seed
         self.done: dict[str, Any] = {} if before is None else named_leaves(before.grads)
         self._summed = before is not None
@@ -176,6 +178,7 @@ class _Leaving:
         for path, gradient in sent.items():
             if path not in self.done:
                 self.done[path] = jnp.zeros((end, *gradient.shape[1:]), gradient.dtype)
+            gradient = gradient.astype(self.done[path].dtype)
             # In place: a list of windows would be there twice when it is joined.
             self.done[path] = lax.dynamic_update_slice_in_dim(self.done[path], gradient, start, 0)
         return x
@@ -192,6 +195,7 @@ class _Leaving:
         seed = self._seed + jnp.uint32(window << 20)
         sent, new = self._exchange(self._layout, mean(grads, self._weight), mine, seed)
         self._before = next(iter(sent.values())).ravel()[0]
+        sent = held_gradients(self._layout, self._numbers, sent)
         for path in grads:
             self._kept.setdefault(path, []).insert(
                 0, {name: held[path] for name, held in new.items() if path in held}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dsjax.config import Config
 from dsjax.config.parallel import PipelineConfig
-from dsjax.config.precision import StabilityConfig
+from dsjax.config.precision import PrecisionConfig, StabilityConfig
 from dsjax.data.rows import empty_rows
 from dsjax.errors import ConfigError
 from dsjax.faults import Wrong
@@ -47,7 +48,7 @@ def lay_out(
         policy=Policy.of(config.precision, platform),
         trainable=tuple(config.optimizer.trainable),
         max_grad_norm=config.optimizer.max_grad_norm,
-        numbers=numbers_of(config, platform, wrong),
+        numbers=numbers_of(config, platform, mesh.shape["pipeline"], wrong),
         remat=train.remat if recipe.remat_by_step else "none",
         **more,
     )
@@ -55,13 +56,16 @@ def lay_out(
     return program
 
 
-def numbers_of(config: Config, platform: str, wrong: tuple[Wrong, ...]) -> Numbers:
+def numbers_of(config: Config, platform: str, stages: int, wrong: tuple[Wrong, ...]) -> Numbers:
     """How numbers are kept in range."""
     fp16 = Policy.of(config.precision, platform).has_fp16
     stability = config.stability
     if config.diloco.inner_steps:
         _refuse_apart(stability)
+    _refuse_narrow(config.precision, config.diloco.inner_steps, stages)
     return Numbers(
+        params=jnp.dtype(config.precision.params),
+        gradients=jnp.dtype(config.precision.gradients),
         loss_scale=config.precision.loss_scale if fp16 else None,
         clip=stability if stability.clip == "median" else None,
         cooled=stability.rollback_learning_rate
@@ -95,6 +99,23 @@ def _refuse_apart(stability: StabilityConfig) -> None:
         for name, value, refused, other in wrong
         if value == refused
     ]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _refuse_narrow(precision: PrecisionConfig, inner_steps: int, stages: int) -> None:
+    """Refuses bf16 where what is small is added up elsewhere than in a step's update."""
+    faults = [
+        f"precision.{name}: bfloat16 does not go with workers that train apart, whose moves are differences of fp32 "
+        f"parameters; set diloco.inner_steps=0, or precision.{name}=float32"
+        for name in ("params", "gradients")
+        if inner_steps and getattr(precision, name) == "bfloat16"
+    ]
+    if stages > 1 and precision.gradients == "bfloat16":
+        faults.append(
+            "precision.gradients: the stages of a pipeline add up in fp32; set mesh.pipeline=1, or "
+            "precision.gradients=float32"
+        )
     if faults:
         raise ConfigError(faults)
 

@@ -32,6 +32,7 @@ from dsjax.models import Stages
 from dsjax.precision import Policy
 from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter
 from dsjax.train.diloco import refuse_last_step, refuse_pipeline
+from dsjax.train.formats import held_params, optimizer_of
 from dsjax.train.given import Init, check_init, check_patterns
 from dsjax.train.gradients import StepParts
 from dsjax.train.host_batch import abstract, leading_rows, narrow, refuse_nan, signature
@@ -128,26 +129,25 @@ class Program:
         self.stacking = stacking_of(
             recipe.stages, model, self.mesh, self.pipeline, passes, self.costs, self.found.layers
         )
-        paths = frozenset(named_leaves(nnx.state(model)))
-        self.stack = Stack(recipe.stages.layers if recipe.stages else "", paths)
+        self.stack = Stack(getattr(recipe.stages, "layers", ""), frozenset(named_leaves(nnx.state(model))))
         self.microbatches = self.accumulation * passes  # a step, over all passes of the pipeline
         self.layout = Layout(
             self.mesh,
             {**declared_axes(model), **recipe.param_axes},
             stacked=self.stacking.path if self.stacking else None,
             fsdp_gather=self.fsdp_gather,
-            gather_dtype=None if self.policy.dtype == jnp.float32 else self.policy.dtype,
+            gather_dtype=None if self.policy.dtype == self.numbers.params else self.policy.dtype,
             gather_kept=self.policy.kept_apart(model),
         )
         self._filter = trainable_filter(self.trainable)
         model, injected = with_faults(self.numbers.wrong, model, self.mesh)
         graph, *states = nnx.split(model, self._filter, ...)
-        params, model_state = jax.eval_shape(lambda: [self._stored(state) for state in states])
+        params, model_state = jax.eval_shape(lambda *s: [*map(self._stored, s)], *states)
         if self.trainable and not jax.tree.leaves(params):
             raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(self.trainable)}")
         check_patterns(recipe.param_axes, nnx.state(model, nnx.Param))
         self.layout.check(nnx.state(model, nnx.Param))
-        optimizer = recipe.make_optimizer(self.layout.names_of)
+        optimizer = optimizer_of(self.numbers, recipe.make_optimizer(self.layout.names_of))
         exchange, self._exchange_notes = self._exchange(params, model_state)
         apart = self.diloco if self.diloco.inner_steps and exchange is not None else None
         self.parts = StepParts(
@@ -173,7 +173,7 @@ class Program:
         model = self.recipe.init(nnx.Rngs(key))
         if not isinstance(model, nnx.Module):
             raise ConfigError(f"init: returns a flax.nnx.Module, got {type(model).__name__}")
-        return (policy or self.policy).applied(model)
+        return (policy or self.policy).applied(model, self.numbers.params)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -228,7 +228,8 @@ class Program:
         return state
 
     def _stored(self, tree: Any) -> Any:
-        """A tree with all layers in order as the pipeline stores it."""
+        """New variables, all layers in order, as they are held and as the pipeline stores them."""
+        tree = held_params(self.layout, self.numbers, tree)
         if self.stacking is None:
             return tree
         return self.stack.moved(tree, np.arange(self.stacking.partition.layers), self.stacking.slots)
@@ -471,13 +472,12 @@ class Program:
 
     def like_batch(self, batch: Any) -> Any:
         """A batch of another accumulation, abstract, as this program takes it."""
+        sharding = NamedSharding(self.mesh, P(None, BATCH_AXES))
 
         def one(leaf: Any) -> jax.ShapeDtypeStruct:
             rows = leaf.shape[0] * leaf.shape[1]
             shape = (self.microbatches, rows // self.microbatches, *leaf.shape[2:])
-            return jax.ShapeDtypeStruct(
-                shape, leaf.dtype, sharding=NamedSharding(self.mesh, P(None, BATCH_AXES))
-            )
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
         return jax.tree.map(one, batch)
 

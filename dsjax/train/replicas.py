@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from dsjax.grad_sync import AXIS, Exchange, mean, residual_specs, seed_of
 from dsjax.mesh import gather_all, use_layout
 from dsjax.mesh.inside import inside, manual_specs, shard_map_over
+from dsjax.train.formats import held_gradients
 from dsjax.train.gradients import Microbatches, StepParts, Sums, accumulated, at_rest, positions_of
 from dsjax.train.grouped import exchanged_in_groups, in_groups
 from dsjax.train.state import State, with_statistics
@@ -78,7 +80,9 @@ def _exchanged(
     sums, model_state = accumulated(parts, params, model_state, given, len(given))
     loss, weight, extras = lax.psum((sums.loss, sums.weight, sums.extras), AXIS)
     grads = mean(at_rest(parts.layout, sums.grads), given.unit(weight))
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     grads, residuals = exchange(parts.layout, grads, residuals, seed_of(given.step))
+    grads = held_gradients(parts.layout, parts.numbers, grads)
     return Sums(loss, weight, extras, grads), model_state, residuals
 
 

@@ -21,9 +21,11 @@ from dsjax.stability.clip import first_history, parts_of
 
 @dataclass(frozen=True)
 class Numbers:
-    """How numbers are kept in range.
+    """How numbers are kept, and kept in range.
 
     Attributes:
+      params: type of matrices between steps.
+      gradients: type of the sums of their gradients.
       loss_scale: of fp16; None: gradients need none.
       clip: by the median of late norms; None: by a fixed norm, or not at all.
       cooled: factor of the learning rate after a rollback; None: it stays.
@@ -31,6 +33,8 @@ class Numbers:
       wrong: faults that are asked for.
     """
 
+    params: Any = jnp.float32
+    gradients: Any = jnp.float32
     loss_scale: LossScaleConfig | None = None
     clip: StabilityConfig | None = None
     cooled: float | None = None
@@ -51,7 +55,7 @@ class State:
       skipped: int32 [], steps skipped in a row up to now.
       data_step: int32 [], the next batch's number; differs from `step` only after a rollback.
       tokens_seen: float32 [2], weight of all steps taken: a sum and what its rounding lost.
-      params: trainable parameters, master precision.
+      params: trainable parameters.
       model_state: the model's other variables: frozen parameters, BatchNorm statistics, random
         streams.
       opt_state: the optimizer's state.

@@ -3,7 +3,7 @@
     loss -> gradients (accumulated over microbatches) -> exchange -> finite? clip -> update
 
 Everything here is traced once and compiled once; sums and weights are added over microbatches and
-devices in fp32 and divided once.
+devices in fp32 (gradients as `precision.gradients` says) and divided once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from dsjax.grad_sync import AXIS, mean
@@ -22,6 +21,8 @@ from dsjax.mesh import gather_all, use_layout
 from dsjax.precision.loss_scale import next_scale, nominal_weight
 from dsjax.stability.clip import clipped
 from dsjax.train.diloco import MEETING, outer_step
+from dsjax.train.formats import moved
+from dsjax.train.formats import norm as norm_of
 from dsjax.train.gradients import (
     Batch,
     Microbatches,
@@ -68,7 +69,8 @@ def _gone_wrong(parts: StepParts, state: State, sums: Sums) -> Sums:
             continue
         strikes = (state.data_step >= wrong.first) & (state.data_step <= wrong.last)
         factor = jnp.where(strikes, wrong.factor, 1.0)
-        sums = replace(sums, loss=sums.loss * factor, grads=jax.tree.map(lambda g: g * factor, sums.grads))  # noqa: B023
+        grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), sums.grads)  # noqa: B023
+        sums = replace(sums, loss=sums.loss * factor, grads=grads)
     return sums
 
 
@@ -92,7 +94,7 @@ def _updated(parts: StepParts, state: State, params: Any, opt_state: Any, grads:
     if parts.numbers.cooled is not None:
         factor = _cooled(parts, state)
         updates = jax.tree.map(lambda u: u * factor.astype(u.dtype), updates)
-    return optax.apply_updates(params, updates), opt_state
+    return moved(parts.numbers, params, updates, state.updates), opt_state
 
 
 def _cooled(parts: StepParts, state: State) -> Any:
@@ -191,14 +193,14 @@ def _together(
     """
     sums, model_state, residuals = _summed(parts, state, batch, _seed(state, batch))
     sums = _gone_wrong(parts, state, sums)
-    norm, again = optax.tree.norm(at_rest(parts.layout, sums.grads)), None
+    norm, again = norm_of(at_rest(parts.layout, sums.grads)), None
     if parts.exact is not None:
         exact = parts.exact
         again = ~(jnp.isfinite(sums.loss) & jnp.isfinite(norm)) & (sums.weight > 0)
 
         def anew(_: Any) -> Any:
             found = _summed(exact, state, batch, None)
-            return *found, optax.tree.norm(at_rest(exact.layout, found[0].grads))
+            return *found, norm_of(at_rest(exact.layout, found[0].grads))
 
         # All devices see the same loss and norm, so all take the same branch.
         given = (sums, model_state, residuals, norm)
@@ -228,7 +230,7 @@ def _apart(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, State, j
     sums = _gone_wrong(parts, state, sums)
 
     def one(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, jax.Array]:
-        norm = optax.tree.norm(grads)
+        norm = norm_of(grads)
         return *_updated(parts, state, params, opt_state, _bounded(parts, grads, norm)), norm
 
     each = jax.vmap(one, spmd_axis_name=AXIS)

@@ -110,7 +110,8 @@ _OTHER = {
     "optimizer.trainable": ["x"], "optimizer.schedule.kind": "wsd", "optimizer.schedule.warmup_steps": 1,
     "optimizer.schedule.decay_steps": 1, "optimizer.schedule.min_lr_ratio": 0.0,
     "precision.policy": "bf16", "precision.table": {"norm": "bf16"}, "precision.fp8.scaling": "block",
-    "precision.fp8.history": 1, "precision.loss_scale.initial": 2.0, "precision.loss_scale.growth_interval": 1,
+    "precision.fp8.history": 1, "precision.params": "bfloat16", "precision.gradients": "bfloat16",
+    "precision.loss_scale.initial": 2.0, "precision.loss_scale.growth_interval": 1,
     "precision.loss_scale.hysteresis": 1, "precision.loss_scale.minimum": 2.0, "precision.loss_scale.maximum": 2.0**20,
     "precision.loss_scale.target_rate": 0.1, "stability.give_up_after": 1, "stability.clip": "median",
     "stability.clip_factor": 2.0, "stability.clip_window": 7, "stability.clip_groups": "parts",
@@ -130,7 +131,6 @@ _OTHER = {
 }  # fmt: skip
 _ONE_VALUE_ONLY = {
     "mesh.expert",
-    "precision.params",
 }
 _FREE = {
     "run.name", "run.dir", "run.resume", "runtime", "mesh", "pipeline", "train.steps", "train.stop_after", "data.paths",
