@@ -13,7 +13,8 @@ Several are separated by ``;``.  Each is a kind, ``@``, and what it needs:
   ``norm``, ``loss`` or a pattern of module paths; ``layer=L``: of that layer (from 0) only, without ``op`` the whole
   layer; ``pass=backward``: on the gradient with respect to that (default ``forward``); ``device=D``: only the rows
   of the batch that lie on the device of that number;
-* ``bitflip@step=N,device=D``: before step N a bit of a parameter turns on the device of that number (default 0).
+* ``bitflip@step=N,device=D``: before step N a bit of a parameter turns on the device of that number (default 0);
+  with ``where=compute`` the device computes wrong in the check of step N (`stability.check_recompute_every`).
 
 All take ``attempt=A``, the number of restarts by `dsjax launch` after which it strikes (default 0: before any;
 ``attempt=any``: whenever), and those that are of a process ``rank=R`` (default: every one).  A fault strikes once:
@@ -44,7 +45,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "nan": ("step", "steps", *_WHERE),
     "inf": ("step", "steps", *_WHERE),
     "spike": ("step", "steps", "factor", *_WHERE),
-    "bitflip": ("step", "device"),
+    "bitflip": ("step", "device", "where"),
 }
 _EXAMPLE = "nan@step=12,layer=1,op=ffn"
 _OF_NUMBERS = ("nan", "inf", "spike")
@@ -90,6 +91,7 @@ class Fault:
     seconds: float = 1.0
     factor: float = 100.0
     device: int | None = None
+    where: str = "memory"
     left: int = 1
     text: str = ""
     op: str | None = None
@@ -144,10 +146,10 @@ class Faults:
                 while True:
                     time.sleep(3600)
 
-    def bit_to_flip(self, step: int) -> int | None:
-        """The device on which a bit is to turn before this step."""
+    def bit_to_flip(self, step: int, where: str = "memory") -> int | None:
+        """The device on which a bit is to turn before this step, in memory or in what it computes."""
         for fault in self.faults:
-            if fault.kind == "bitflip" and fault.step == step and fault.left:
+            if fault.kind == "bitflip" and (fault.step, fault.where) == (step, where) and fault.left:
                 self._strikes(fault)
                 return fault.device or 0
         return None
@@ -201,6 +203,7 @@ def _made(kind: str, given: Mapping[str, str], text: str) -> Fault | None:
             seconds=float(given.get("seconds", 1.0)),
             factor=float(given.get("factor", 100.0)),
             device=number("device"),
+            where=given.get("where", "memory"),
             left=int(given.get("times", given.get("steps", 1))),
             text=text,
             op=given.get("op"),
@@ -210,7 +213,8 @@ def _made(kind: str, given: Mapping[str, str], text: str) -> Fault | None:
     except ValueError:
         return None
     numbers = (fault.step, fault.left, fault.rank or 0, fault.device or 0, fault.layer or 0)
-    fine = min(numbers) >= 0 and 0 <= fault.seconds < math.inf and 0 <= fault.factor < math.inf
+    fine = fault.where in ("memory", "compute") and min(numbers) >= 0
+    fine = fine and 0 <= fault.seconds < math.inf and 0 <= fault.factor < math.inf
     return fault if fine else None
 
 

@@ -146,6 +146,11 @@ class StabilityConfig(Section):
         "Compare every N steps, bit by bit, what devices hold alike (replicas of parameters and optimizer state); end "
         "with exit code 70, naming the device, where they differ. 0: never. Waits for the step.",
     )
+    check_recompute_every: NonNegativeInt = described(
+        0,
+        "Compute the gradient of a microbatch twice before every N-th step and compare bit by bit; end with exit code "
+        "70, naming the device, where they differ. 0: never. No pipeline.",
+    )
 
     @property
     def patience(self) -> float:

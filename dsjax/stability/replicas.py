@@ -34,7 +34,7 @@ class Replicas:
         axes = tuple(mesh.axis_names)
 
         def sums(*parts: jax.Array) -> jax.Array:
-            return jnp.stack([_checksum(part) for part in parts])[None]
+            return jnp.stack([checksum(part) for part in parts])[None]
 
         mapped = jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=P(axes), check_vma=False)
         self._sums = jax.jit(mapped) if leaves else None
@@ -88,7 +88,7 @@ def _odd(groups: list[list[int]], said: Mapping[int, int]) -> list[int]:
     return sorted(odd)
 
 
-def _checksum(x: jax.Array) -> jax.Array:
+def checksum(x: jax.Array) -> jax.Array:
     """uint32 [] of the bits of an array, of its order too."""
     width = x.dtype.itemsize
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[width]

@@ -16,6 +16,7 @@ from dsjax.faults import Wrong
 from dsjax.mesh import batch_shards
 from dsjax.precision import Policy
 from dsjax.train.program import Program, Recipe
+from dsjax.train.recheck import refuse_stages
 from dsjax.train.stacking import refuse_empty_slots
 from dsjax.train.stage_costs import Costs, costs_of
 from dsjax.train.state import Numbers
@@ -63,6 +64,7 @@ def numbers_of(config: Config, platform: str, stages: int, wrong: tuple[Wrong, .
     if config.diloco.inner_steps:
         _refuse_apart(stability)
     _refuse_narrow(config.precision, config.diloco.inner_steps, stages)
+    refuse_stages(stability.check_recompute_every, stages)
     return Numbers(
         params=jnp.dtype(config.precision.params),
         gradients=jnp.dtype(config.precision.gradients),

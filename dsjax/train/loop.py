@@ -22,6 +22,7 @@ from dsjax.train.balance import Balancer
 from dsjax.train.diagnosis import Diagnosis
 from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory
 from dsjax.train.program import Program
+from dsjax.train.recheck import recompute_check
 from dsjax.train.recorder import Recorder
 from dsjax.train.saving import Saving
 from dsjax.train.signals import StopRequest
@@ -48,6 +49,7 @@ class Plan:
       faults: those to be injected.
       check_replicas_every: compare replicas every N steps; 0: never.
       locate_nonfinite: tell where in the model a skipped step went wrong.
+      check_recompute_every: compute a gradient twice every N steps; 0: never.
       roll_back: gives the state to go on from when the run has gone astray (`Rollback`).
     """
 
@@ -63,6 +65,7 @@ class Plan:
     faults: Faults = field(default_factory=Faults)
     check_replicas_every: int = 0
     locate_nonfinite: bool = False
+    check_recompute_every: int = 0
     roll_back: Callable[[Program, Astray, int, int], State] | None = None
 
 
@@ -89,6 +92,7 @@ def run_loop(
     evaluated = partial(_evaluate, plan, recorder, saving, stop)
     cut_off = plan.evaluate_first and not evaluated(start, state)
     check_replicas = _replica_check(plan.check_replicas_every, recorder)
+    check_recompute = recompute_check(plan.check_recompute_every, recorder, plan.faults)
     balancer = Balancer(program, recorder, plan.on_program, last_of_call)
     diagnosis = Diagnosis(recorder, plan.locate_nonfinite)
     recorder.start_clock()
@@ -105,6 +109,7 @@ def run_loop(
         if plan.log_examples is not None:
             plan.log_examples(step, step - 1 + offset)
         waited = time.monotonic() - waited
+        check_recompute(program, step, state, placed)
         recorder.beat(step, "step")
         asked = (STOP if stop.requested else 0) | saving.votes()
         votes = balancer.votes(program.votes(asked))

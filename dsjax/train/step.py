@@ -74,7 +74,7 @@ def _gone_wrong(parts: StepParts, state: State, sums: Sums) -> Sums:
     return sums
 
 
-def _seed(state: State, batch: Batch) -> jax.Array | None:
+def loss_seed(state: State, batch: Batch) -> jax.Array | None:
     """What the gradient of a loss starts from, for it to stay in fp16's range; None: 1."""
     scaling = state.guards.get("scaling")
     return None if scaling is None else scaling.scale / nominal_weight(batch)
@@ -191,7 +191,7 @@ def _together(
     Returns:
       Sums, the state after it, the gradient's norm, and whether all was computed again; None: it never is.
     """
-    sums, model_state, residuals = _summed(parts, state, batch, _seed(state, batch))
+    sums, model_state, residuals = _summed(parts, state, batch, loss_seed(state, batch))
     sums = _gone_wrong(parts, state, sums)
     norm, again = norm_of(at_rest(parts.layout, sums.grads)), None
     if parts.exact is not None:
@@ -226,7 +226,7 @@ def _together(
 def _apart(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, State, jax.Array]:
     """An update of each worker's own: (sums, the state after it, the largest of their gradients' norms)."""
     assert parts.exchange is not None
-    sums, model_state, _ = by_replica(parts, parts.exchange, state, batch, _seed(state, batch))
+    sums, model_state, _ = by_replica(parts, parts.exchange, state, batch, loss_seed(state, batch))
     sums = _gone_wrong(parts, state, sums)
 
     def one(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, jax.Array]:

@@ -456,6 +456,7 @@ class Trainer:
             faults=self._faults,
             check_replicas_every=self.config.stability.check_replicas_every,
             locate_nonfinite=self.config.stability.locate_nonfinite,
+            check_recompute_every=self.config.stability.check_recompute_every,
         )
 
     @contextmanager

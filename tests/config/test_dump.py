@@ -116,7 +116,7 @@ _OTHER = {
     "precision.loss_scale.target_rate": 0.1, "stability.give_up_after": 1, "stability.clip": "median",
     "stability.clip_factor": 2.0, "stability.clip_window": 7, "stability.clip_groups": "parts",
     "stability.on_nonfinite": "rollback", "stability.rollback_after": 1, "stability.spike": None,
-    "stability.check_replicas_every": 1, "stability.locate_nonfinite": False,
+    "stability.check_replicas_every": 1, "stability.check_recompute_every": 1, "stability.locate_nonfinite": False,
     "stability.max_rollbacks": 1, "stability.rollback_learning_rate": 0.5, "stability.rollback_steps": 1,
     "checkpoint.disk.every": 1, "checkpoint.disk.keep": 1, "checkpoint.disk.path": "x",
     "checkpoint.disk.every_minutes": 1.5, "checkpoint.disk.keep_every": 5, "checkpoint.disk.keep_best": 1,
