@@ -140,7 +140,9 @@ class Embedding(nnx.Module):
     def __call__(self, tokens_bs: jax.Array) -> jax.Array:
         """Vectors [b, s, d] of int32 [b, s] rows."""
         table = self.embedding[...]
-        return _lookup(table, tokens_bs, jnp.dtype(self.dtype or table.dtype))
+        # Its gradient is a sum over all tokens: in a narrow type what a frequent one adds would be lost.
+        wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))
+        return _lookup(wide, tokens_bs, jnp.dtype(self.dtype or table.dtype))
 
 
 def _lookup(table_vd: jax.Array, tokens_bs: jax.Array, dtype: Any) -> jax.Array:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -112,6 +113,19 @@ def test_a_mesh_trains_as_one_device_does(numbers: Numbers, layout: Any) -> None
         if numbers is BF16 and "pipeline" not in layout and value.dtype != np.float32:
             # The draws are the same; each replica's gradient is rounded to bf16 alone, so few fall on another side.
             assert (a != b).mean() < 0.05, name
+
+
+def test_gradients_of_a_frequent_token_are_summed_whole() -> None:
+    from dsjax.models.layers import Embedding
+
+    def gradient(dtype: Any) -> np.ndarray:
+        layer = Embedding(4, 8, init=jax.nn.initializers.ones, rngs=nnx.Rngs(0))
+        layer.embedding.value = layer.embedding[...].astype(dtype)
+        tokens = jnp.ones((4, 1024), jnp.int32)
+        found = nnx.grad(lambda layer: jnp.sum(layer(tokens).astype(jnp.float32)))(layer)
+        return np.asarray(found.embedding[...], np.float32)
+
+    assert gradient(jnp.float32)[1].tolist() == gradient(jnp.bfloat16)[1].tolist() == [4096.0] * 8
 
 
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
