@@ -20,6 +20,7 @@ import dsjax
 from dsjax.checkpoint import DiskCheckpoints
 from dsjax.config import from_dict
 from dsjax.mesh import make_mesh, named_leaves
+from dsjax.plan.compiled import parts_of
 from dsjax.precision.rounding import stochastically_rounded
 from dsjax.train.formats import summed
 from dsjax.train.lay_out import lay_out
@@ -143,6 +144,13 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     ):
         restore(program_of(Numbers(), fsdp=2), store)
     store.close()
+
+
+def test_a_plan_counts_what_is_held() -> None:
+    plain, small = (parts_of(program_of(numbers, fsdp=2), {}) for numbers in (Numbers(), BOTH))
+    for part in ("parameters", "gradients"):
+        assert 0.5 < small[part] / plain[part] < 0.52
+    assert small["optimizer"] == plain["optimizer"]
 
 
 def test_fp32_is_as_it_was() -> None:
