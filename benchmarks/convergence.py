@@ -83,6 +83,7 @@ class Case:
 
     Attributes:
       scale: the first loss scale, where it is not the default.
+      scaling: of fp8.
       resumed: the run is stopped half-way and resumed.
       held: one of `HELD`.
     """
@@ -91,6 +92,7 @@ class Case:
     feedback: bool | None = None
     policy: str | None = None
     scale: float | None = None
+    scaling: str | None = None
     resumed: bool = False
     held: str | None = None
 
@@ -100,7 +102,8 @@ class Case:
         if self.held is not None:
             return {"held": self.held}
         if self.policy is not None:
-            return {"policy": self.policy, "first_scale": self.scale, "resumed": self.resumed}
+            how = {"first_scale": self.scale, "scaling": self.scaling, "resumed": self.resumed}
+            return {"policy": self.policy, **how}
         return {"codec": self.codec, "error_feedback": self.feedback}
 
     @property
@@ -110,7 +113,8 @@ class Case:
             return HELD[self.held]
         if self.policy is not None:
             scale = () if self.scale is None else (f"precision.loss_scale.initial={self.scale}",)
-            return (f"precision.policy={self.policy}", *scale)
+            how = () if self.scaling is None else (f"precision.fp8.scaling={self.scaling}",)
+            return (f"precision.policy={self.policy}", *scale, *how)
         if self.codec == "diloco":
             return (f"diloco.inner_steps={INNER_STEPS}",)
         if self.feedback is None:
@@ -126,6 +130,7 @@ def cases(quick: bool = False, only: str | None = None) -> list[Case]:
         Case(policy="fp16", scale=2.0**24),
         Case(policy="fp16", scale=2.0**24, resumed=True),
         Case(policy="fp16", scale=1.0),
+        *(Case(policy="fp8", scaling=scaling) for scaling in ("tensor", "delayed", "block")),
         *(Case(held=held) for held in HELD),
     ]
     if only == "policies":
@@ -240,6 +245,7 @@ def named(one: dict[str, Any]) -> str:
     if "held" in one:
         return one["held"]
     scale = "" if one["first_scale"] is None else f" from {one['first_scale']:.0f}"
+    scale = scale or (f" by {one['scaling']}" if one["scaling"] else "")
     return f"{one['policy']}{scale}{' resumed' if one['resumed'] else ''}"
 
 

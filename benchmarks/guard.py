@@ -36,7 +36,7 @@ from dsjax.backend.platform import setup
 from dsjax.config import Config, load
 from dsjax.config.schema import RuntimeConfig
 from dsjax.data import open_train
-from dsjax.errors import Diverged
+from dsjax.errors import Diverged, InternalError
 from dsjax.train import step as step_module
 from dsjax.train.assemble import assemble
 
@@ -46,7 +46,9 @@ COMMON = (
     "eval.samples=[]",
     "observe.progress=none",
     "observe.log_every=1",
+    "mesh.data=2",
 )
+TOLD = ("skipped", "recomputed", "rolled_back", "nonfinite_located", "replicas_differ", "recompute_differs")
 LAST = 20  # steps whose mean loss is compared
 STEPS = 200
 RECOVERY = (*QUICK, f"train.steps={STEPS}", "checkpoint.disk.every=0", "checkpoint.memory.every=5")
@@ -77,6 +79,11 @@ CASES = (
     Case("spike@step=100,factor=1e4", ROLLBACK),
     Case("spike@step=100,factor=1e4", ("stability.clip=median",)),
     Case("nan@step=100,steps=1000", ROLLBACK),
+    Case("nan@step=100,op=ffn", SKIP),
+    Case("nan@step=100,layer=0,op=attention,pass=backward", SKIP),
+    Case("nan@step=100,layer=0,op=norm,device=1", SKIP),
+    Case("bitflip@step=100,device=1", ("stability.check_replicas_every=10",)),
+    Case("bitflip@step=100,device=1,where=compute", ("stability.check_recompute_every=10",)),
 )
 
 
@@ -138,20 +145,30 @@ def trained(case: Case | None, directory: Path) -> dict[str, Any]:
         trainer = assemble(config).trainer
         try:
             trainer.fit(open_train(config, trainer.rows(config.train.global_batch_size)), config.train.steps)
-        except Diverged as error:
-            gave_up = error.faults[0]
+        except (Diverged, InternalError) as error:
+            gave_up = f"exit code {error.exit_code}"
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    wrong = [e for e in events if e["kind"] in ("skipped", "recomputed", "rolled_back")]
+    wrong = [e for e in events if e["kind"] in TOLD]
     lost = sum(1 for e in wrong if e["kind"] == "skipped" and not any(_undone(e, w) for w in wrong))
     lost += sum(e["bad_steps"][1] - e["step"] for e in wrong if e["kind"] == "rolled_back")
     losses = [line["loss"] for line in lines if line.get("loss") is not None]
     return {
-        "events": [f"{e['kind']} {e['step']}" for e in wrong],
+        "events": [_said(e) for e in wrong],
         "steps_lost": lost,
         "loss": statistics.mean(losses[-LAST:]),
         "gave_up": gave_up,
     }
+
+
+def _said(event: dict[str, Any]) -> str:
+    """An event in few words: what, when and, where it tells, in what of the model or on which device."""
+    where = ""
+    if event.get("found"):
+        layer = "" if event["layer"] is None else f" of layer {event['layer']}"
+        where = f" in {event['operator']}{layer}, {event['direction']}"
+    alone = f" on device {event['devices'][0]}" if len(event.get("devices", ())) == 1 else ""
+    return f"{event['kind']} {event['step']}{where}{alone}"
 
 
 def _undone(skipped: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -181,8 +198,8 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     shown = Table("fault", "met with", "steps lost", "last losses to a clean run", "events", box=None)
     for one in results:
         events = one["events"]
-        told = ", ".join(events[:2]) + (f", ... {len(events)} in all" if len(events) > 2 else "")
-        end = f"{one['final_loss_ratio'] - 1:+.2%}" if one["recovered"] else "ended, exit code 3"
+        told = ", ".join(events[:3]) + (f", ... {len(events)} in all" if len(events) > 3 else "")
+        end = f"{one['final_loss_ratio'] - 1:+.2%}" if one["recovered"] else f"ended, {one['gave_up']}"
         shown.add_row(one["fault"], one["way"], str(one["steps_lost"]), end, told)
     return shown
 
@@ -195,7 +212,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model and few cases, under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     options = parser.parse_args()
-    setup(RuntimeConfig(cpu_devices=1, distributed="none"))
+    setup(RuntimeConfig(cpu_devices=2, distributed="none"))
     cost = overhead(QUICK if options.quick else (), *((10, 20) if options.quick else (40, 3)))
     results = recovered([CASES[0], CASES[4]] if options.quick else CASES)
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else WIDTH)

@@ -215,7 +215,20 @@ def _library(computation: Computation, instruction: Instruction) -> dict[str, fl
             "__cudnn$convBackwardFilter": (operands[1], made),
         }.get(target, (made, operands[1]))
         return {operands[0].dtype: _convolution(instruction, output, kernel)}
-    return {}
+    return _product_of_kernel(instruction, operands)
+
+
+def _product_of_kernel(instruction: Instruction, operands: list[Shape]) -> dict[str, float]:
+    """FLOPs of a Pallas kernel that is given two fp8 matrices, [m, k] and [n, k], and makes one [m, n].
+
+    Of other kernels nothing tells what they compute.
+    """
+    matrices = [operand for operand in operands if operand.dtype.startswith("f8") and len(operand.dims) == 2]
+    made = flat(instruction.shape)
+    if len(matrices) != 2 or not made or len(made[0].dims) != 2:
+        return {}
+    (m, k), (n, depth) = (matrix.dims for matrix in matrices)
+    return {matrices[0].dtype: 2.0 * m * n * k} if depth == k and tuple(made[0].dims) == (m, n) else {}
 
 
 def target_of(instruction: Instruction) -> str:

@@ -58,6 +58,8 @@ def test_by_blocks_the_kernel_multiplies_on_each_devices_own_part():
     # Columns over `tensor`, or the whole of a product that is summed over it.
     assert {kernel.results[0].dims[1] for kernel in kernels} == {steps.HIDDEN // 2, steps.HIDDEN}
     assert {kernel.results[0].dtype for kernel in kernels} == {"bf16"}
+    # Their FLOPs count: forward, recomputed but for the last, and gradients of inputs.
+    assert 2.5 <= in_fp8(inspection)["f8e4m3fn"] <= 3.0
 
 
 def test_where_there_is_no_fp8_the_same_numbers_are_multiplied_in_bf16():
