@@ -43,6 +43,8 @@ def allowed(case: Mapping[str, Any]) -> bool:
     """Whether a (partial) case fits the devices."""
     if case.get("pipeline", (1,))[0] > 1 and case.get("format") == "fp8_delayed":
         return False  # refused, with the reason
+    if case.get("on_nonfinite") == "recompute" and case.get("format", "bf16") not in ("bf16", "fp8_delayed"):
+        return False  # a second step in each program, the same for all
     return devices_of(case) <= 8
 
 

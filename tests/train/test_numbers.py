@@ -13,6 +13,7 @@ import pytest
 from test_fit import Net, lines, loader, loss
 
 import dsjax
+from dsjax.aot.hlo import parse
 from dsjax.mesh import named_leaves
 
 MESHES: tuple[dict[str, Any], ...] = ({"data": 2, "fsdp": 4}, {"fsdp": 8})
@@ -118,3 +119,27 @@ def test_a_guard_that_the_checkpoint_does_not_hold_begins_anew(tmp_path: Path) -
     (resumed,) = [e for e in lines(tmp_path, "events.jsonl") if e["kind"] == "resumed"]
     assert len(resumed["notes"]) == 2 and "the loss scale begins anew" in " ".join(resumed["notes"])
     assert int(state.step) == 5 and int(state.guards["clipping"].seen) == int(state.updates) - 3
+
+
+CHECKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"clip": "median", "clip_groups": "parts"},
+    {"on_nonfinite": "recompute"},
+    {"on_nonfinite": "rollback", "rollback_learning_rate": 0.5},
+)
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+@pytest.mark.parametrize("stability", CHECKS, ids=str)
+def test_no_check_asks_the_host(policy: str, stability: dict[str, Any], tmp_path: Path) -> None:
+    trainer = made(tmp_path, policy=policy, **stability)
+    program, given = trainer.program, batch()
+    compiled = program.step(program.place(given))
+    module = parse(compiled.as_text())
+    opcodes = {i.opcode for c in module.computations.values() for i in c.instructions}
+    calls = {
+        i.attributes.get("custom_call_target", "")
+        for c in module.computations.values() for i in c.instructions if i.opcode == "custom-call"
+    }  # fmt: skip
+    assert not opcodes & {"infeed", "outfeed", "send", "recv"}
+    assert not [call for call in calls if "callback" in call]
