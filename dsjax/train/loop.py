@@ -8,21 +8,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
 
-from dsjax.errors import InputError, InternalError, OutOfDeviceMemory, Preempted
+from dsjax.errors import InputError, OutOfDeviceMemory, Preempted
 from dsjax.faults import Faults
 from dsjax.processes import everywhere
-from dsjax.stability.replicas import Replicas, flipped
+from dsjax.stability.replicas import flipped
 from dsjax.stability.watch import Astray
 from dsjax.train.balance import Balancer
+from dsjax.train.checks import recompute_check, replica_check
 from dsjax.train.diagnosis import Diagnosis
 from dsjax.train.memory import compiled_bytes, device_bytes, is_out_of_memory
 from dsjax.train.program import Program
-from dsjax.train.recheck import recompute_check
 from dsjax.train.recorder import Recorder
 from dsjax.train.saving import Saving
 from dsjax.train.signals import StopRequest
@@ -84,76 +83,156 @@ def run_loop(
       Preempted: stopped by a signal or `stop_after`, after saving.
       InputError: the data ended early.
     """
-    start = int(state.step)
-    saving.started_at(start)
-    offset = int(state.data_step) - start
-    last_of_call = plan.steps if plan.stop_after is None else min(plan.steps, start + plan.stop_after)
-    alone = jax.process_count() == 1
-    evaluated = partial(_evaluate, plan, recorder, saving, stop)
-    cut_off = plan.evaluate_first and not evaluated(start, state)
-    check_replicas = _replica_check(plan.check_replicas_every, recorder)
-    check_recompute = recompute_check(plan.check_recompute_every, recorder, plan.faults)
-    balancer = Balancer(program, recorder, plan.on_program, last_of_call)
-    diagnosis = Diagnosis(recorder, plan.locate_nonfinite)
-    recorder.start_clock()
-    step = start
-    while step < last_of_call and not cut_off:
-        step += 1
+    return _Loop(program, state, batches, plan, recorder, saving, stop).run()
+
+
+class _Loop:
+    """A run from its state on.
+
+    Attributes:
+      step: the last one taken.
+      ahead: number of the next step's batch (from 0) less that of steps taken; rollbacks leave batches out.
+      last: step at which this call ends at the latest.
+      cut_off: a signal ended an evaluation.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        state: State,
+        batches: Iterator[Any],
+        plan: Plan,
+        recorder: Recorder,
+        saving: Saving,
+        stop: StopRequest,
+    ):
+        self.program, self.state, self.batches, self.plan = program, state, batches, plan
+        self.recorder, self.saving, self.stop = recorder, saving, stop
+        self.step = self.start = int(state.step)
+        self.ahead = int(state.data_step) - self.start
+        self.last = plan.steps if plan.stop_after is None else min(plan.steps, self.start + plan.stop_after)
+        self.cut_off = False
+        self._check_replicas = replica_check(plan.check_replicas_every, recorder)
+        self._check_recompute = recompute_check(plan.check_recompute_every, recorder, plan.faults)
+        self._balancer = Balancer(program, recorder, plan.on_program, self.last)
+        self._diagnosis = Diagnosis(recorder, plan.locate_nonfinite)
+
+    def run(self) -> State:
+        """All steps, then what is owed at the end."""
+        self.saving.started_at(self.start)
+        if self.plan.evaluate_first:
+            self._evaluate()
+        self.recorder.start_clock()
+        while self.step < self.last and not self.cut_off:
+            placed = self._one_more()
+            if self._gone_back():
+                continue
+            self._check_replicas(self.program, self.step, self.state)
+            if self.step == self.plan.steps or self._asked_to_stop():
+                break
+            if self.plan.eval_every and self.step % self.plan.eval_every == 0:
+                self._evaluate()
+            self.saving.step_done(self.step, self.state)
+            if self.step < self.last and not self.cut_off:
+                self._balance(placed)
+        self._balancer.close()
+        self.recorder.drain()
+        self._gone_back()
+        self.saving.last(self.step, self.state)
+        self._finish()
+        return self.state
+
+    def _one_more(self) -> Any:
+        """One step, from its batch to its line; returns the batch as it lay on the devices."""
+        plan, recorder, program = self.plan, self.recorder, self.program
+        self.step += 1
+        step, number = self.step, self.step - 1 + self.ahead
         plan.trace(step)
         plan.faults.before_step(step)
-        state = _with_faults(plan.faults, step, state)
+        self.state = _with_faults(plan.faults, step, self.state)
         recorder.beat(step, "waiting for data")
         waited = time.monotonic()
-        batch = _next_batch(batches, step, plan.steps)
-        placed = program.place(batch, step)
+        placed = program.place(_next_batch(self.batches, step, plan.steps), step)
         if plan.log_examples is not None:
-            plan.log_examples(step, step - 1 + offset)
+            plan.log_examples(step, number)
         waited = time.monotonic() - waited
-        check_recompute(program, step, state, placed)
+        self._check_recompute(program, step, self.state, placed)
         recorder.beat(step, "step")
-        asked = (STOP if stop.requested else 0) | saving.votes()
-        votes = balancer.votes(program.votes(asked))
-        state, metrics = _one_step(program, state, placed, votes, recorder)
-        diagnosis.stepped(step, program, state, placed, step - 1 + offset)
+        asked = (STOP if self.stop.requested else 0) | self.saving.votes()
+        votes = self._balancer.votes(program.votes(asked))
+        self.state, metrics = _one_step(program, self.state, placed, votes, recorder)
+        self._diagnosis.stepped(step, program, self.state, placed, number)
         recorder.step_done(step, metrics, waited)
-        if step == last_of_call:
+        if step == self.last:
             recorder.drain()
-        if recorder.astray is not None and plan.roll_back is not None:
-            diagnosis.forget()
-            del state  # the one that comes takes its room
-            state = plan.roll_back(program, recorder.astray, step, offset)
-            step, offset = int(state.step), int(state.data_step) - int(state.step)
-            continue
-        check_replicas(program, step, state)
-        if step == plan.steps:
-            break
-        if recorder.asked & STOP or (alone and stop.requested):
-            break
-        if plan.eval_every and step % plan.eval_every == 0:
-            cut_off = not evaluated(step, state)
-        saving.step_done(step, state)
-        if step < last_of_call and not cut_off:
-            before = program
-            program, state = balancer.step_done(step, program, state, placed)
-            if program is not before:
-                diagnosis.forget()
-                saving.laid_out_anew(step, state)
-    balancer.close()
-    recorder.drain()
-    if recorder.astray is not None and plan.roll_back is not None:
-        state = plan.roll_back(program, recorder.astray, step, offset)
-        step = int(state.step)
-    saving.last(step, state)
-    if step == plan.steps and not cut_off and plan.eval_every and step > start:
-        cut_off = not evaluated(step, state)
-    if step < plan.steps or cut_off:
-        voted = cut_off or recorder.asked & STOP
-        reason = stop.signal or ("another process was asked to stop" if voted else "stop_after")
-        recorder.event("preempted", step, reason=reason)
-        raise Preempted(
-            f"stopped at step {step} of {plan.steps} ({reason}), saved; run the same again to go on"
-        )
-    return state
+        return placed
+
+    def _gone_back(self) -> bool:
+        """Goes back to a good state if the run has gone astray; whether it did."""
+        if self.recorder.astray is None or self.plan.roll_back is None:
+            return False
+        self._diagnosis.forget()
+        del self.state  # the one that comes takes its room
+        self.state = self.plan.roll_back(self.program, self.recorder.astray, self.step, self.ahead)
+        self.step = int(self.state.step)
+        self.ahead = int(self.state.data_step) - self.step
+        return True
+
+    def _asked_to_stop(self) -> bool:
+        alone = jax.process_count() == 1
+        return bool(self.recorder.asked & STOP) or (alone and self.stop.requested)
+
+    def _balance(self, placed: Any) -> None:
+        """Times and moves layers of a pipeline when that is due."""
+        before = self.program
+        self.program, self.state = self._balancer.step_done(self.step, before, self.state, placed)
+        if self.program is not before:
+            self._diagnosis.forget()
+            self.saving.laid_out_anew(self.step, self.state)
+
+    def _evaluate(self) -> None:
+        """Evaluates, if there is anything to evaluate on; a signal to any process cuts it off, on all of them.
+
+        Such an evaluation is made up for when the run goes on.
+        """
+        plan, recorder, step = self.plan, self.recorder, self.step
+        if plan.evaluate is None:
+            return
+        recorder.drain()
+
+        def on_batch(what: str) -> None:
+            recorder.beat(step, what)
+            if not everywhere(not self.stop.requested):
+                raise _CutOff
+
+        recorder.beat(step, "evaluating")
+        try:
+            with recorder.progress.busy("evaluating"):
+                results = plan.evaluate(self.state, on_batch)
+        except _CutOff:
+            self.cut_off = True
+            return
+        recorder.evaluated(step, results)
+        self.saving.evaluated(step, results)
+        if plan.on_eval is not None:
+            plan.on_eval(step, results)
+        recorder.start_clock()
+
+    def _finish(self) -> None:
+        """The last evaluation, or the reason why the run is not at its end."""
+        step, steps = self.step, self.plan.steps
+        if step == steps and not self.cut_off and self.plan.eval_every and step > self.start:
+            self._evaluate()
+        if step == steps and not self.cut_off:
+            return
+        voted = self.cut_off or self.recorder.asked & STOP
+        reason = self.stop.signal or ("another process was asked to stop" if voted else "stop_after")
+        self.recorder.event("preempted", step, reason=reason)
+        raise Preempted(f"stopped at step {step} of {steps} ({reason}), saved; run the same again to go on")
+
+
+class _CutOff(Exception):
+    """An evaluation that a signal ended."""
 
 
 def _with_faults(faults: Faults, step: int, state: State) -> State:
@@ -163,38 +242,6 @@ def _with_faults(faults: Faults, step: int, state: State) -> State:
         return state
     leaves, tree = jax.tree.flatten(state.params)
     return replace(state, params=jax.tree.unflatten(tree, [flipped(leaves[0], device), *leaves[1:]]))
-
-
-def _replica_check(every: int, recorder: Recorder) -> Callable[[Program, int, State], None]:
-    """What looks after every so many steps whether replicas are the same.
-
-    It raises InternalError where they are not.
-    """
-    if not every:
-        return lambda program, step, state: None
-    of: Program | None = None  # balancing lays states out anew, in another program
-    replicas: Replicas | None = None
-
-    def check(program: Program, step: int, state: State) -> None:
-        nonlocal of, replicas
-        if step % every:
-            return
-        if replicas is None or of is not program:
-            of, replicas = program, Replicas(program.mesh, program.abstract_state)
-        differing = replicas.differing(state)
-        recorder.start_clock()
-        if not differing:
-            return
-        devices = sorted({device for odd in differing.values() for device in odd})
-        names = list(differing)
-        recorder.event("replicas_differ", step, devices=devices, arrays=names)
-        raise InternalError(
-            f"step {step}: replicas differ, which no program does: device {', '.join(map(str, devices))} holds other "
-            f"numbers than its replicas in {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}; take it out, and "
-            f"go on from a checkpoint from before step {step - every}"
-        )
-
-    return check
 
 
 def _next_batch(batches: Iterator[Any], step: int, steps: int) -> Any:
@@ -224,40 +271,6 @@ def _one_step(
             raise
         limit = device_bytes(list(program.mesh.devices.flat)) or 0
         raise program.does_not_fit(batch, compiled_bytes(compiled) or 0, limit) from error
-
-
-class _CutOff(Exception):
-    """An evaluation that a signal ended."""
-
-
-def _evaluate(
-    plan: Plan, recorder: Recorder, saving: Saving, stop: StopRequest, step: int, state: State
-) -> bool:
-    """Evaluates, if there is anything to evaluate on; False: a signal to any process cut it off, on all of them.
-
-    Such an evaluation is made up for when the run goes on.
-    """
-    if plan.evaluate is None:
-        return True
-    recorder.drain()
-
-    def on_batch(what: str) -> None:
-        recorder.beat(step, what)
-        if not everywhere(not stop.requested):
-            raise _CutOff
-
-    recorder.beat(step, "evaluating")
-    try:
-        with recorder.progress.busy("evaluating"):
-            results = plan.evaluate(state, on_batch)
-    except _CutOff:
-        return False
-    recorder.evaluated(step, results)
-    saving.evaluated(step, results)
-    if plan.on_eval is not None:
-        plan.on_eval(step, results)
-    recorder.start_clock()
-    return True
 
 
 def evaluate(

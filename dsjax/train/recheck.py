@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +11,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from dsjax.errors import ConfigError, InternalError
-from dsjax.faults import Faults
+from dsjax.errors import ConfigError
 from dsjax.grad_sync import AXIS
 from dsjax.mesh import gather_all, use_layout
 from dsjax.mesh.inside import inside, manual_specs, shard_map_over
 from dsjax.stability.replicas import checksum
 from dsjax.train.gradients import Microbatches, StepParts, at_rest, of_microbatch, positions_of
-from dsjax.train.host_batch import abstract, signature
+from dsjax.train.host_batch import abstract
 from dsjax.train.program import Program
-from dsjax.train.recorder import Recorder
 from dsjax.train.replicas import each_its_own_spec
 from dsjax.train.state import State
 from dsjax.train.step import loss_seed
 
 # Additions of scattered numbers (the gradient of an embedding) come in any order otherwise.
 _SAME_TWICE = {"gpu": {"xla_gpu_exclude_nondeterministic_ops": True}}
-Check = Callable[[Program, int, State, Any], None]
 
 
 def refuse_stages(every: int, stages: int) -> None:
@@ -107,32 +103,3 @@ def _checksums(parts: StepParts, state: State, batch: Any, struck: jax.Array) ->
     return jax.shard_map(
         sums, mesh=layout.mesh, in_specs=(places, P()), out_specs=P(axes), check_vma=False
     )(grads, struck)  # fmt: skip
-
-
-def recompute_check(every: int, recorder: Recorder, faults: Faults) -> Check:
-    """What computes a gradient twice before every so many steps.
-
-    It raises InternalError where the two differ.
-    """
-    if not every:
-        return lambda program, step, state, batch: None
-    compiled: dict[Any, Recomputed] = {}
-
-    def check(program: Program, step: int, state: State, batch: Any) -> None:
-        if step % every:
-            return
-        key = id(program), signature(batch)
-        if key not in compiled:
-            compiled[key] = Recomputed(program, batch)
-        devices = compiled[key].differing(state, batch, faults.bit_to_flip(step, "compute"))
-        recorder.start_clock()
-        if not devices:
-            return
-        recorder.event("recompute_differs", step, devices=devices)
-        raise InternalError(
-            f"step {step}: a gradient computed twice is not the same, which no program does: device "
-            f"{', '.join(map(str, devices))} computed other numbers the second time; take it out, and go on from a "
-            f"checkpoint from before step {step - every + 1}"
-        )
-
-    return check
