@@ -151,7 +151,8 @@ def trained(case: Case | None, directory: Path) -> dict[str, Any]:
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     wrong = [e for e in events if e["kind"] in TOLD]
     lost = sum(1 for e in wrong if e["kind"] == "skipped" and not any(_undone(e, w) for w in wrong))
-    lost += sum(e["bad_steps"][1] - e["step"] for e in wrong if e["kind"] == "rolled_back")
+    gone = [e["skipped_batches"] for e in wrong if e["kind"] == "rolled_back"]
+    lost += sum(last - first + 1 for first, last in gone)
     losses = [line["loss"] for line in lines if line.get("loss") is not None]
     return {
         "events": [_said(e) for e in wrong],

@@ -49,6 +49,18 @@ class Diverged(DsjaxError):
     exit_code = EXIT_DIVERGED
 
 
+class FaultyDevice(Diverged):
+    """A device holds or computes other numbers than it should: nothing of it counts.
+
+    Attributes:
+      trusted: the last step whose state was found to be right.
+    """
+
+    def __init__(self, message: str, trusted: int):
+        super().__init__(message)
+        self.trusted = trusted
+
+
 class InternalError(DsjaxError):
     """Something failed that no setting of the user explains (a lost peer, a failed save)."""
 

@@ -33,6 +33,11 @@ FREE_ON_RESUME = (
     "eval",
     "checkpoint",
     "observe",
+    "stability.give_up_after",
+    "stability.max_rollbacks",
+    "stability.locate_nonfinite",
+    "stability.check_replicas_every",
+    "stability.check_recompute_every",
 )
 _NOTHING = object()
 

@@ -57,7 +57,14 @@ def cut_product(
 
     cut = custom_partitioning(function)
     cut.def_partition(partition, sharding_rule=lambda mesh, operands, _: _rule(operands, contracted))
-    return lambda a, b, *scalars: cut(a, b, mark, *scalars)
+    batched = jax.custom_batching.custom_vmap(lambda *arrays: cut(*arrays))
+
+    @batched.def_vmap
+    def several(size: int, over: Any, *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        # Of many products at once nobody says how they are cut: the compiler sees what they are made of.
+        return jax.vmap(function, [0 if one else None for one in over])(*arrays), True
+
+    return lambda a, b, *scalars: batched(a, b, mark, *scalars)
 
 
 def _mark(

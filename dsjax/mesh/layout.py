@@ -50,7 +50,7 @@ class Layout:
       fsdp_gather: "layer" (gather as layers run) or "step" (once, before the first layer).
       gather_dtype: type in which named matrices are gathered and their gradients scattered: the one they
         are used in; None: their own.
-      gather_kept: paths of layers that are used in another type: theirs are gathered as they are kept.
+      gather_narrow: paths of the layers that are used in that type; others' are gathered as they are kept.
       stacked: path of the stack of layers whose leading dimension is cut over `pipeline`; None: there is none.
       local: mesh axes that the code being traced is already inside of (the body of a shard_map over them); no
         spec names them then.
@@ -61,7 +61,7 @@ class Layout:
     param_axes: Mapping[str, Names] = field(default_factory=dict)
     fsdp_gather: str = "layer"
     gather_dtype: Any = None
-    gather_kept: frozenset[str] = frozenset()
+    gather_narrow: frozenset[str] = frozenset()
     stacked: str | None = None
     local: tuple[str, ...] = ()
     places: Mapping[str, P] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class Layout:
 
     def gathered_as(self, path: str, dtype: Any) -> Any:
         """The type in which a matrix of a type is gathered."""
-        kept = self.gather_dtype is None or path.rpartition("/")[0] in self.gather_kept
-        return dtype if kept else self.gather_dtype
+        narrow = self.gather_dtype is not None and path.rpartition("/")[0] in self.gather_narrow
+        return self.gather_dtype if narrow else dtype
 
     def axis_size(self, axis: str) -> int:
         """Devices along a mesh axis."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.mesh import gathered
+from dsjax.mesh.remat import PRODUCTS
 from dsjax.models.calls import in_layer
 
 
@@ -125,7 +126,7 @@ def _groups(leaf: jax.Array, *, start: int, end: int, size: int) -> jax.Array:
 def _recomputed(step: Callable[..., Any], remat: str, short: bool) -> Callable[..., Any]:
     if remat == "none":
         return step
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    policy = PRODUCTS if remat == "dots" else None
     # Inside a scan the compiler cannot merge the second computation with the first, unless it is so short that XLA
     # writes it out.
     return jax.checkpoint(step, policy=policy, prevent_cse=short)

@@ -24,7 +24,10 @@ class Largest(nnx.Variable):
 
 
 class Probe(nnx.Variable):
-    """Zeros, float32 [*layers], whose gradient is the largest magnitude of a layer's gradient."""
+    """Zeros, float32 [*layers, 2], whose gradient is the largest magnitude of a layer's gradient, and 1.
+
+    Of a layer that is used several times in a pass both are added up: the mean of its magnitudes is what counts.
+    """
 
 
 class DelayedDot(nnx.Module):
@@ -38,14 +41,16 @@ class DelayedDot(nnx.Module):
 
     def __init__(self, layers: tuple[int, ...], passes: int, active: bool = True):
         self.active = active
+        # As Flax's own layers have it: `model.train()` makes it False, and only then histories change.
+        self.deterministic = True
         self.inputs = Largest(jnp.zeros((*layers, passes), jnp.float32))
         self.gradients = Largest(jnp.zeros((*layers, passes), jnp.float32))
-        self.probe = Probe(jnp.zeros(layers, jnp.float32))
+        self.probe = Probe(jnp.zeros((*layers, 2), jnp.float32))
 
     def __call__(
         self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, **more: Any
     ) -> jax.Array:
-        """lhs [..., *k] times rhs [*k, ...]; the history of inputs is updated.
+        """lhs [..., *k] times rhs [*k, ...]; in training the history of inputs is updated.
 
         Raises:
           ConfigError: other dimensions are contracted, or there are batch dimensions.
@@ -56,7 +61,8 @@ class DelayedDot(nnx.Module):
         dtype = more.get("preferred_element_type") or jnp.result_type(lhs, rhs)
         largest = lax.stop_gradient(amax_of(lhs, None)).astype(jnp.float32)
         before, gradients = jnp.max(self.inputs[...]), jnp.max(self.gradients[...])
-        self.inputs[...] = pushed(self.inputs[...], largest)
+        if not self.deterministic:
+            self.inputs[...] = pushed(self.inputs[...], largest)
         # A gradient of which nothing is known yet is not rounded by a scale of another's: 0 asks for its own.
         given = (
             scale_for(jnp.where(before > 0, before, largest), E4M3),
@@ -74,7 +80,7 @@ def pushed(history: jax.Array, largest: jax.Array) -> jax.Array:
 
 def is_history(variable: Any) -> bool:
     """Whether a variable keeps largest magnitudes: of replicas the largest counts, not the mean."""
-    return isinstance(variable, Largest)
+    return isinstance(variable, Largest | Probe)
 
 
 def probes(model_state: nnx.State) -> dict[Any, jax.Array]:
@@ -96,8 +102,9 @@ def observed(model_state: nnx.State, magnitudes: dict[Any, jax.Array]) -> nnx.St
     if not magnitudes:
         return model_state
     flat = dict(model_state.flat_state())
-    for path, largest in magnitudes.items():
+    for path, summed in magnitudes.items():
         history = (*path[:-1], "gradients")
+        largest = summed[..., 0] / jnp.maximum(summed[..., 1], 1.0)
         flat[history] = flat[history].replace(pushed(flat[history][...], largest))
-        flat[path] = flat[path].replace(jnp.zeros_like(largest))
+        flat[path] = flat[path].replace(jnp.zeros_like(summed))
     return nnx.State.from_flat_path(flat)

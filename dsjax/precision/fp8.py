@@ -26,6 +26,7 @@ from jax import lax
 
 from dsjax.errors import ConfigError
 from dsjax.mesh.cut_product import cut_product
+from dsjax.mesh.remat import kept
 from pallas_kernels import hardware
 from pallas_kernels.fp8_matmul import api as fp8_matmul
 from pallas_kernels.fp8_matmul import mosaic, triton
@@ -146,8 +147,8 @@ def scaled_product(contracted: int, dtype: Any, x: jax.Array, w: jax.Array, give
     Args:
       contracted: dimensions of k.
       dtype: of the result.
-      given: (scale of x, scale of the result's gradient or 0, a zero whose gradient is the largest magnitude of that
-        gradient), float32 []; None, or a scale of 0: it is made from the operand.
+      given: (scale of x, scale of the result's gradient or 0, float32 []; zeros [2] whose gradient is the largest
+        magnitude of that gradient, and 1); None, or a scale of 0: it is made from the operand.
     """
     return _scaled_fwd(contracted, dtype, x, w, given)[0]
 
@@ -156,7 +157,7 @@ def _scaled_fwd(contracted: int, dtype: Any, x: jax.Array, w: jax.Array, given: 
     x_scale = scale_for(amax_of(x, None), E4M3) if given is None else given[0]
     w_scale = scale_for(amax_of(w, None), E4M3)
     qx, qw = rounded(x, x_scale, E4M3), rounded(w, w_scale, E4M3)
-    y = _times(qx, qw, x_scale * w_scale, contracted, dtype, exactly=False)
+    y = kept(_times(qx, qw, x_scale * w_scale, contracted, dtype, exactly=False))
     # Of the unrounded operands the types alone are needed.
     return y, (qx, x_scale, qw, w_scale, given, jnp.empty(0, x.dtype), jnp.empty(0, w.dtype))
 
@@ -171,7 +172,9 @@ def _scaled_bwd(contracted: int, dtype: Any, saved: Any, dy: jax.Array) -> tuple
     qdy = rounded(dy, dy_scale, E5M2)
     dx = _times(qdy, _turned(qw, contracted), dy_scale * w_scale, made, x.dtype, exactly=True)
     dw = _times(_turned(qx, lead), qdy, x_scale * dy_scale, lead, w.dtype, exactly=True)
-    back = None if given is None else (jnp.zeros_like(given[0]), jnp.zeros_like(given[1]), largest)
+    back = None
+    if given is not None:
+        back = (jnp.zeros_like(given[0]), jnp.zeros_like(given[1]), jnp.stack([largest, jnp.ones(())]))
     return dx, dw, back
 
 
@@ -187,8 +190,12 @@ scaled_product.defvjp(_scaled_fwd, _scaled_bwd)
 
 
 def _tiled(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """A matrix or rows padded with zeros and cut into blocks of these sizes along its last dimensions."""
+    """A matrix or rows padded with zeros and cut into blocks of these sizes along its last dimensions.
+
+    What is smaller than a block is one, without padding, which the compiler would move between devices.
+    """
     first = x.ndim - len(sizes)
+    sizes = tuple(min(n, size) for n, size in zip(x.shape[first:], sizes, strict=True))
     up = [(0, 0)] * first + [(0, -n % size) for n, size in zip(x.shape[first:], sizes, strict=True)]
     x = jnp.pad(x, up)
     cut = [part for n, size in zip(x.shape[first:], sizes, strict=True) for part in (n // size, size)]
@@ -207,7 +214,7 @@ def by_blocks(w: jax.Array) -> jax.Array:
     blocks = _tiled(w.astype(jnp.float32), (TILE, TILE))
     scale = scale_of(amax_of(blocks, axis=(1, 3)))[:, None, :, None]
     whole = to_e4m3(blocks / scale).astype(jnp.float32) * scale
-    return whole.reshape(blocks.shape[0] * TILE, -1)[: w.shape[0], : w.shape[1]]
+    return whole.reshape(blocks.shape[0] * blocks.shape[1], -1)[: w.shape[0], : w.shape[1]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -225,7 +232,7 @@ def _rows(x: jax.Array, last: int) -> jax.Array:
 
 
 def _block_fwd(contracted: int, dtype: Any, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-    y = block_product(_rows(x, contracted), _matrix(w, contracted), dtype)
+    y = kept(block_product(_rows(x, contracted), _matrix(w, contracted), dtype))
     return y.reshape(*x.shape[: x.ndim - contracted], *w.shape[contracted:]), (x, w)
 
 
@@ -244,13 +251,15 @@ _by_block.defvjp(_block_fwd, _block_bwd)
 def block_product(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     """x [..., k] times w [k, n], both rounded to E4M3 by tiles and blocks of 128; summed in fp32, made in a type.
 
-    By a kernel on GPUs that have one, but not inside a shard_map that leaves axes to the compiler: a kernel is cut
-    over devices by names of axes, which the compiler does not tell there.
+    By a kernel on GPUs that have one, but not inside a shard_map that leaves axes of several devices to the compiler: a
+    kernel is cut over devices by names of axes, which the compiler does not tell there.
     """
-    chosen = hardware.choose(fp8_matmul.KERNELS)
-    if chosen == "reference" or jax.sharding.get_abstract_mesh().manual_axes:
-        exactly = lax.Precision.HIGHEST
-        return jnp.dot(by_rows(x), by_blocks(w), precision=exactly, preferred_element_type=dtype)
+    chosen, mesh = hardware.choose(fp8_matmul.KERNELS), jax.sharding.get_abstract_mesh()
+    left = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
+    if mesh.manual_axes and not left and chosen != "reference":
+        return _kernel(x, w, jnp.zeros((), dtype), chosen)
+    if mesh.manual_axes or chosen == "reference":
+        return jnp.dot(by_rows(x), by_blocks(w), preferred_element_type=dtype)
     return cut_product(_kernel, 1, _KERNELS, chosen=chosen)(x, w, jnp.zeros((), dtype))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,10 +51,11 @@ class Layer:
 
     @property
     def takes_fp8(self) -> bool:
-        """Whether its products can be given from outside, and its author gave none."""
-        given = getattr(self.module, "dot_general", ...)
-        ours = isinstance(given, Fp8Dot | DelayedDot)
-        return self.kind == "matmul" and (ours or given in (None, lax.dot_general))
+        """Whether its products can be given from outside, and its author gave none; none of batches of matrices."""
+        module = self.module
+        own = getattr(module, "dot_general_cls", None) or getattr(module, "batch_axis", None)
+        given = getattr(module, "dot_general", ...) in (None, lax.dot_general)
+        return self.kind == "matmul" and given and not own
 
     @property
     def is_open(self) -> bool:
@@ -74,10 +75,12 @@ class Layer:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """Leading dimensions of its parameters beyond those of one layer."""
-        kernel, module = self.module.kernel, self.module
+        """Leading dimensions of its kernel beyond those of one layer."""
+        kernel, module = getattr(self.module, "kernel", None), self.module
+        if kernel is None:
+            return ()
         if isinstance(module, nnx.LinearGeneral):
-            own = len(module.axis) + len(module.out_features) + len(module.batch_axis)
+            own = len(module.axis) + len(module.out_features)
         else:
             own = getattr(module, "dimensions", 2)
         return tuple(kernel.shape[: len(kernel.shape) - own])
@@ -107,6 +110,21 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(name), child) for name, child in node.items())
     elif isinstance(node, nnx.Module):
         yield from vars(node).items()
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a policy has set on a model.
+
+    Attributes:
+      narrow: paths of the layers that compute in the policy's type.
+      in_fp8: paths of those that multiply in fp8, in the model's order.
+      could_be: paths of those that could and do not.
+    """
+
+    narrow: frozenset[str] = frozenset()
+    in_fp8: tuple[str, ...] = ()
+    could_be: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,23 +161,19 @@ class Policy:
         """Whether all is fp32."""
         return self.exactly or (self.dtype == jnp.float32 and {name for _, name in self.table} <= {"fp32"})
 
-    def kept_apart(self, model: nnx.Module) -> frozenset[str]:
-        """Paths of the layers that compute in another type than others."""
-        formats = self.formats(model).items()
-        return frozenset(path for path, name in formats if POLICIES[name] != self.dtype)
-
     @property
     def has_fp16(self) -> bool:
         """Whether gradients of something are in fp16, and so need a scale."""
         return self.dtype == jnp.float16 or "fp16" in dict(self.table).values()
 
-    def formats(self, model: nnx.Module) -> dict[str, str]:
+    def chosen(self, layers: list[Layer]) -> dict[str, str]:
         """Path -> format of the layers that the table speaks of.
 
         Raises:
           ConfigError: an entry that means no layer, or one that cannot have its format.
         """
-        layers, chosen, faults = layers_of(model), {}, []
+        chosen: dict[str, str] = {}
+        faults = []
         for pattern, name in self.table:
             meant = [layer for layer in layers if layer.named(pattern)]
             whole = pattern in KINDS
@@ -176,25 +190,34 @@ class Policy:
             raise ConfigError(faults)
         return chosen
 
-    def applied(self, model: nnx.Module, params: Any = jnp.float32) -> nnx.Module:
-        """Sets the formats on a model's layers; returns it.
+    def apply(self, model: nnx.Module, params: Any = jnp.float32) -> Applied:
+        """Sets the formats on a model's layers; what was set.
+
+        A layer of the user's own takes part by having a `dtype` attribute; one whose `dtype` is
+        already set, and every normalisation, stays as it is but for what the table says.
 
         Args:
           params: the type of the parameters: where it is the policy's too there is nothing to set.
 
-        A layer of the user's own takes part by having a `dtype` attribute; one whose `dtype` is
-        already set, and every normalisation, stays as it is but for what the table says.
+        Raises:
+          ConfigError: a table that does nothing.
         """
-        layers, formats = layers_of(model), self.formats(model)
+        layers = layers_of(model)
+        chosen = self.chosen(layers)
+        able = [layer.path for layer in layers if layer.takes_fp8]
+        narrow = []
         for layer in layers:
-            name, module = formats.get(layer.path), layer.module
+            name, module = chosen.get(layer.path), layer.module
             if name == "fp8":
                 self._multiplies_in_fp8(layer)
             if name in ("fp32", "bf16", "fp16") and not self.exactly:
                 module.dtype = POLICIES[name]
             elif layer.is_open and layer.kind != "norm" and not self.dtype == params == jnp.float32:
                 module.dtype = self.dtype
-        return model
+            if module.dtype == self.dtype and layer.kind != "norm":
+                narrow.append(layer.path)
+        in_fp8 = tuple(path for path in able if chosen.get(path) == "fp8")
+        return Applied(frozenset(narrow), in_fp8, tuple(path for path in able if path not in in_fp8))
 
     def _multiplies_in_fp8(self, layer: Layer) -> None:
         assert self.fp8 is not None
@@ -205,16 +228,31 @@ class Policy:
         elif not self.exactly:
             layer.module.dot_general = Fp8Dot(scaling)
 
-    def notes(self, model: nnx.Module) -> list[str]:
-        """For people: what is in fp8 and what is not."""
-        formats = self.formats(model)
+    def notes(self, applied: Applied, left: Collection[str] = ()) -> list[str]:
+        """For people: what is in fp8 and what is not, and where nothing is as it was asked for.
+
+        Args:
+          left: mesh axes of several devices that are left to the compiler inside of a shard_map.
+        """
+        if not self.is_exact and not applied.narrow and not self.table:
+            name = jnp.dtype(self.dtype).name
+            return [
+                f"precision: no layer of this model leaves its type open, so none is computed in {name}: a layer takes "
+                "part by an attribute `dtype` that is None; a Linen module is given its dtype by its author"
+            ]
         if self.fp8 is None or self.exactly:
             return []
-        able = [layer.path for layer in layers_of(model) if layer.takes_fp8]
-        kept = [path for path in able if formats.get(path) != "fp8"]
+        kept = applied.could_be
         but = f"; not in {', '.join(kept[:6])}{' ...' if len(kept) > 6 else ''}" if kept else ""
-        inside = len(able) - len(kept)
-        return [f"precision: products of {inside} layers in fp8, scaling {self.fp8.scaling}{but}"]
+        how = self.fp8.scaling
+        note = [f"precision: products of {len(applied.in_fp8)} layers in fp8, scaling {how}{but}"]
+        if how == "block" and left:
+            note.append(
+                "precision.fp8.scaling: inside the exchange between replicas and in a pipeline no kernel by blocks can "
+                f"be cut over {', '.join(sorted(left))}: the same rounded numbers are multiplied in TF32; tensor "
+                "multiplies in fp8 there"
+            )
+        return note
 
 
 def _less_the_ends(layers: list[Layer]) -> list[Layer]:

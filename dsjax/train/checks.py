@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-from dsjax.errors import InternalError
+from dsjax.errors import FaultyDevice
 from dsjax.faults import Faults
 from dsjax.stability.replicas import Replicas
 from dsjax.train.host_batch import signature
@@ -18,7 +19,7 @@ from dsjax.train.state import State
 def replica_check(every: int, recorder: Recorder) -> Callable[[Program, int, State], None]:
     """What looks after every so many steps whether replicas are the same.
 
-    It raises InternalError where they are not.
+    It raises FaultyDevice where they are not.
     """
     if not every:
         return lambda program, step, state: None
@@ -38,10 +39,11 @@ def replica_check(every: int, recorder: Recorder) -> Callable[[Program, int, Sta
         devices = sorted({device for odd in differing.values() for device in odd})
         names = list(differing)
         recorder.event("replicas_differ", step, devices=devices, arrays=names)
-        raise InternalError(
+        raise FaultyDevice(
             f"step {step}: replicas differ, which no program does: device {', '.join(map(str, devices))} holds other "
             f"numbers than its replicas in {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}; take it out, and "
-            f"go on from a checkpoint from before step {step - every}"
+            f"run the same again: it goes on from {_from(step - every)}",
+            max(0, step - every),
         )
 
     return check
@@ -52,7 +54,7 @@ def recompute_check(
 ) -> Callable[[Program, int, State, Any], None]:
     """What computes a gradient twice before every so many steps.
 
-    It raises InternalError where the two differ.
+    It raises FaultyDevice where the two differ.
     """
     if not every:
         return lambda program, step, state, batch: None
@@ -63,16 +65,27 @@ def recompute_check(
             return
         key = id(program), signature(batch)
         if key not in compiled:
-            compiled[key] = Recomputed(program, batch)
+            recorder.beat(step, "compiling")
+            begun = time.monotonic()
+            with recorder.progress.busy("compiling the check"):
+                compiled[key] = Recomputed(program, batch)
+            program.on_compile("check", time.monotonic() - begun)
+        recorder.beat(step, "step")
         devices = compiled[key].differing(state, batch, faults.bit_to_flip(step, "compute"))
         recorder.start_clock()
         if not devices:
             return
         recorder.event("recompute_differs", step, devices=devices)
-        raise InternalError(
+        raise FaultyDevice(
             f"step {step}: a gradient computed twice is not the same, which no program does: device "
-            f"{', '.join(map(str, devices))} computed other numbers the second time; take it out, and go on from a "
-            f"checkpoint from before step {step - every + 1}"
+            f"{', '.join(map(str, devices))} computed other numbers the second time; take it out, and run the same "
+            f"again: it goes on from {_from(step - every)}",
+            max(0, step - every),
         )
 
     return check
+
+
+def _from(trusted: int) -> str:
+    """The state that a run goes on from, in words."""
+    return f"step {trusted} or before" if trusted > 0 else "its start, as no check has passed yet"

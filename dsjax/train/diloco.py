@@ -41,6 +41,15 @@ def refuse_pipeline(config: DilocoConfig, stages: int) -> None:
         )
 
 
+def apart_notes(diloco: DilocoConfig, exchange: Exchange | None) -> list[str]:
+    """How workers train apart, for people; none where they do not."""
+    if not diloco.inner_steps:
+        return []
+    if exchange is None:
+        return ["diloco.inner_steps: there is one replica (mesh.data is 1), so there is nobody to meet"]
+    return [f"diloco: {exchange.route.outer} workers train apart and meet every {diloco.inner_steps} steps"]
+
+
 def refuse_last_step(config: DilocoConfig, steps: int) -> None:
     """Refuses a run that ends between two meetings: its parameters would be those of the last one.
 

@@ -20,6 +20,7 @@ from dsjax.config.exchange import DilocoConfig
 from dsjax.grad_sync import Exchange
 from dsjax.mesh import Layout, map_named
 from dsjax.mesh.inside import left_spec
+from dsjax.mesh.remat import PRODUCTS
 from dsjax.models import Stages
 from dsjax.models.calls import LOSS, passing
 from dsjax.precision.delayed import observed, probes, with_probes
@@ -163,7 +164,7 @@ def recomputed(parts: StepParts, function: Callable[..., Any]) -> Callable[..., 
     if parts.remat == "full":
         return jax.checkpoint(function)
     if parts.remat == "dots":
-        return jax.checkpoint(function, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        return jax.checkpoint(function, policy=PRODUCTS)
     return function
 
 

@@ -77,11 +77,17 @@ def exchanged_in_groups(
         dx = leaving.window(stacked, index, start, end, dx)
     (d_embed,) = back_to_embed(dx)
     leaving.whole(
-        {path: d_rest[path] + g for path, g in named_leaves(d_embed).items() if path in of_embed}, dx
+        {path: _wide_sum(d_rest[path], g) for path, g in named_leaves(d_embed).items() if path in of_embed},
+        dx,
     )
     grads = map_named(lambda path, _: leaving.done[path], params)
     loss, weight, extras = sums
     return Sums(loss, weight, extras, grads), model_state, leaving.residuals()
+
+
+def _wide_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum in fp32, as it is sent: of bf16 ones nothing is lost to rounding."""
+    return a.astype(jnp.float32) + b.astype(jnp.float32)
 
 
 class _Microbatch:
@@ -165,7 +171,7 @@ class _Leaving:
     def whole(self, grads: Mapping[str, Any], x: Any) -> Any:
         """Sends whole tensors. Returns x, for what is computed next."""
         if self._summed:
-            grads = {path: self.done[path] + g for path, g in grads.items()}
+            grads = {path: _wide_sum(self.done[path], g) for path, g in grads.items()}
         sent, x = self._send(grads, 0, x)
         self.done |= sent
         return x
@@ -173,7 +179,7 @@ class _Leaving:
     def window(self, grads: Mapping[str, Any], index: int, start: int, end: int, x: Any) -> Any:
         """Sends layers [start, end) of stacked tensors, the last ones first."""
         if self._summed:
-            grads = {path: self.done[path][start:end] + g for path, g in grads.items()}
+            grads = {path: _wide_sum(self.done[path][start:end], g) for path, g in grads.items()}
         sent, x = self._send(grads, index, x)
         for path, gradient in sent.items():
             if path not in self.done:

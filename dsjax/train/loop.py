@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from dsjax.errors import InputError, OutOfDeviceMemory, Preempted
+from dsjax.errors import FaultyDevice, InputError, OutOfDeviceMemory, Preempted
 from dsjax.faults import Faults
 from dsjax.processes import everywhere
 from dsjax.stability.replicas import flipped
@@ -127,7 +127,8 @@ class _Loop:
             placed = self._one_more()
             if self._gone_back():
                 continue
-            self._check_replicas(self.program, self.step, self.state)
+            with self._only_trusted():
+                self._check_replicas(self.program, self.step, self.state)
             if self.step == self.plan.steps or self._asked_to_stop():
                 break
             if self.plan.eval_every and self.step % self.plan.eval_every == 0:
@@ -156,7 +157,8 @@ class _Loop:
         if plan.log_examples is not None:
             plan.log_examples(step, number)
         waited = time.monotonic() - waited
-        self._check_recompute(program, step, self.state, placed)
+        with self._only_trusted():
+            self._check_recompute(program, step, self.state, placed)
         recorder.beat(step, "step")
         asked = (STOP if self.stop.requested else 0) | self.saving.votes()
         votes = self._balancer.votes(program.votes(asked))
@@ -166,6 +168,15 @@ class _Loop:
         if step == self.last:
             recorder.drain()
         return placed
+
+    @contextmanager
+    def _only_trusted(self) -> Iterator[None]:
+        """Puts states aside that a faulty device may have spoilt, so that nothing goes on from them."""
+        try:
+            yield
+        except FaultyDevice as error:
+            self.saving.gone_back(error.trusted)
+            raise
 
     def _gone_back(self) -> bool:
         """Goes back to a good state if the run has gone astray; whether it did."""

@@ -33,6 +33,7 @@ from dsjax.mesh import (
 from dsjax.mesh.axes import SHARD_AXES
 from dsjax.mesh.inside import inside, left_spec, manual_specs, shard_map_over
 from dsjax.mesh.layout import axes_of_entry, gather_local, on_own_part
+from dsjax.mesh.remat import PRODUCTS
 from dsjax.models import Stages
 from dsjax.models.calls import LOSS, in_layer, passing
 from dsjax.pipelining.executor import AXIS, UNITS, Parts, Pipeline, Work
@@ -279,7 +280,7 @@ def _parts(call: _Call, stack: Any, rest: Any, data: Any, when: Any, data_step: 
 def _recomputed(layer: Any, remat: str) -> Any:
     if remat == "none":
         return layer
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    policy = PRODUCTS if remat == "dots" else None
     # Forward and backward stand in different loops, so the compiler cannot merge the two computations.
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 

@@ -31,7 +31,7 @@ from dsjax.mesh.topology import Topology
 from dsjax.models import Stages
 from dsjax.precision import Policy
 from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter
-from dsjax.train.diloco import refuse_last_step, refuse_pipeline
+from dsjax.train.diloco import apart_notes, refuse_last_step, refuse_pipeline
 from dsjax.train.formats import held_params, optimizer_of
 from dsjax.train.given import Init, check_init, check_patterns
 from dsjax.train.gradients import StepParts
@@ -47,8 +47,9 @@ from dsjax.train.memory import (
 from dsjax.train.pipelined import probed, refuse_permutes
 from dsjax.train.stacking import Found, Held, Stack, microbatches_of, stacking_of
 from dsjax.train.stage_costs import Costs
-from dsjax.train.state import UNSCALED, Numbers, State, first_state, guards_of, statistics
+from dsjax.train.state import UNSCALED, Numbers, State, first_state, guards_of, means
 from dsjax.train.step import eval_step, train_step
+from dsjax.train.votes import cast
 
 MakeOptimizer = Callable[[Callable[[str], Any]], optax.GradientTransformation]
 
@@ -121,7 +122,7 @@ class Program:
     def __post_init__(self) -> None:
         recipe = self.recipe
         check_init(recipe.init)
-        self._abstract = model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
+        model = nnx.eval_shape(lambda: self._model(jax.random.key(0)))
         refuse_pipeline(self.diloco, self.mesh.shape["pipeline"])
         passes = microbatches_of(
             self.pipeline, self.mesh.shape["pipeline"], self.rows_a_pass, self.found.microbatches
@@ -137,7 +138,7 @@ class Program:
             stacked=self.stacking.path if self.stacking else None,
             fsdp_gather=self.fsdp_gather,
             gather_dtype=None if self.policy.dtype == self.numbers.params else self.policy.dtype,
-            gather_kept=self.policy.kept_apart(model),
+            gather_narrow=self._applied.narrow,
         )
         self._filter = trainable_filter(self.trainable)
         model, injected = with_faults(self.numbers.wrong, model, self.mesh)
@@ -173,7 +174,10 @@ class Program:
         model = self.recipe.init(nnx.Rngs(key))
         if not isinstance(model, nnx.Module):
             raise ConfigError(f"init: returns a flax.nnx.Module, got {type(model).__name__}")
-        return (policy or self.policy).applied(model, self.numbers.params)
+        applied = (policy or self.policy).apply(model, self.numbers.params)
+        if policy is None:
+            self._applied = applied
+        return model
 
     @property
     def replicated(self) -> NamedSharding:
@@ -181,7 +185,7 @@ class Program:
         return NamedSharding(self.mesh, P())
 
     def _exchange(self, params: nnx.State, model_state: nnx.State) -> tuple[Exchange | None, list[str]]:
-        if statistics(model_state) and self.grad_sync.codec == "dense" and not self.diloco.inner_steps:
+        if means(model_state) and self.grad_sync.codec == "dense" and not self.diloco.inner_steps:
             # The compiler, which sees all replicas, then makes statistics of a microbatch of all of them.
             return None, left_to_the_compiler(self.grad_sync)
         stages = self.recipe.stages if self.stacking is None else None
@@ -192,16 +196,14 @@ class Program:
     @property
     def notes(self) -> list[str]:
         """What was chosen for the run, to be told once."""
-        pipeline = [self.stacking.words] if self.stacking else []
-        note = [*pipeline, *self._exchange_notes, *self.policy.notes(self._abstract)]
-        apart, exchange = self.diloco.inner_steps, self.parts.exchange
-        if apart and exchange is None:
-            note += ["diloco.inner_steps: there is one replica (mesh.data is 1), so there is nobody to meet"]
-        elif apart and exchange is not None:
-            note += [f"diloco: {exchange.route.outer} workers train apart and meet every {apart} steps"]
+        stages = [self.stacking.words] if self.stacking else []
+        gpu = self.mesh.devices.flat[0].platform != "cpu"
+        cut = {axis for axis, size in self.mesh.shape.items() if size > 1 and gpu}
+        inside = {"pipeline"} if self.stacking else {"data"} if self.parts.exchange is not None else set()
+        note = self.policy.notes(self._applied, cut - inside if inside & cut else set())
         if self.numbers.recompute and self.parts.exact is None:
             note += ["stability.on_nonfinite: all is fp32 already, so a step that is not finite is skipped"]
-        return note
+        return [*stages, *self._exchange_notes, *apart_notes(self.diloco, self.parts.exchange), *note]
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -391,10 +393,7 @@ class Program:
     def votes(self, asked: int = 0) -> jax.Array:
         """What this process asks of all (`dsjax.train.votes`), one number a device."""
         if asked not in self._votes:
-            sharding = NamedSharding(self.mesh, P(AXES))
-            local = sum(d.process_index == jax.process_index() for d in self.mesh.devices.flat)
-            value = np.full(local, asked, np.int32)
-            self._votes[asked] = jax.make_array_from_process_local_data(sharding, value, (self.mesh.size,))
+            self._votes[asked] = cast(self.mesh, asked)
         return self._votes[asked]
 
     # ---- compiled functions --------------------------------------------------------------------

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from dsjax.errors import ConfigError
+from dsjax.faults import VARIABLE
 from dsjax.grad_sync import AXIS
 from dsjax.mesh import gather_all, use_layout
 from dsjax.mesh.inside import inside, manual_specs, shard_map_over
@@ -66,6 +67,10 @@ class Recomputed:
         Args:
           struck: id of a device that is to compute wrong the second time.
         """
+        if struck is not None and struck not in self._ids:
+            raise ConfigError(
+                f"{VARIABLE}: there is no device {struck}; there are {', '.join(map(str, self._ids))}"
+            )
         at = -1 if struck is None else self._ids.index(struck)
         first, second = (
             np.asarray(self._sums(state, batch, jax.device_put(np.int32(which), self._replicated)))
@@ -78,19 +83,24 @@ class Recomputed:
 def _checksums(parts: StepParts, state: State, batch: Any, struck: jax.Array) -> jax.Array:
     """uint32 [devices, arrays]: of each device's part of its own replica's gradient, before any exchange."""
     layout = parts.layout
-    local = inside(layout, (AXIS,), state.params, state.model_state)
     replicas = layout.axis_size(AXIS)
+    # One replica computes as the step does, outside of any shard_map.
+    local = inside(layout, (AXIS,), state.params, state.model_state) if replicas > 1 else layout
 
     def gradient(params: Any, model_state: Any, batch: Any, positions: Any, now: Any) -> Any:
-        given = Microbatches(batch, positions, now[0], lambda i: i * replicas + lax.axis_index(AXIS), now[1])
+        replica = lax.axis_index(AXIS) if replicas > 1 else 0
+        given = Microbatches(batch, positions, now[0], lambda i: i * replicas + replica, now[1])
         with use_layout(local):
             params = gather_all(params) if local.fsdp_gather == "step" else params
             sums, _ = of_microbatch(replace(parts, layout=local), params, model_state, given, 0)
             return jax.tree.map(lambda g: g[None], at_rest(local, sums.grads))
 
-    own, others = (manual_specs(local, tree) for tree in (state.params, state.model_state))
-    rows, axes = P(None, AXIS), tuple(layout.mesh.axis_names)
-    mapped = shard_map_over(local, gradient, (own, others, rows, rows, P()), each_its_own_spec(own))
+    axes = tuple(layout.mesh.axis_names)
+    mapped: Any = gradient
+    if replicas > 1:
+        own, others = (manual_specs(local, tree) for tree in (state.params, state.model_state))
+        rows = P(None, AXIS)
+        mapped = shard_map_over(local, gradient, (own, others, rows, rows, P()), each_its_own_spec(own))
     now = state.step, loss_seed(state, batch)
     grads = mapped(state.params, state.model_state, batch, positions_of(batch), now)
 

@@ -141,6 +141,11 @@ def statistics(model_state: nnx.State) -> list[nnx.Variable]:
     return [v for _, v in model_state.flat_state() if not isinstance(v, nnx.RngState | nnx.Param)]
 
 
+def means(model_state: nnx.State) -> list[nnx.Variable]:
+    """Those of the statistics that are means over examples."""
+    return [variable for variable in statistics(model_state) if not is_history(variable)]
+
+
 def with_statistics(
     model_state: nnx.State,
     mean: Callable[[jax.Array], jax.Array],

@@ -171,7 +171,8 @@ class Trainer:
         only: Mapping[str, Any] | None = None,
     ) -> None:
         check_sinks(config.observe)
-        require_same_settings(config)
+        self._faults = Faults.of(os.environ, jax.process_index())
+        require_same_settings(config, self._faults.notes)
         self.config = config
         self.compiles: list[tuple[str, float]] = []
         self.flops_per_step: float | None = None
@@ -181,7 +182,6 @@ class Trainer:
         chosen = Chosen(dict(compiler_options or {}))
         if config.runtime.xla_preset == "auto":
             chosen = choose(self.platform, own=compiler_options, mesh=mesh.shape)
-        self._faults = Faults.of(os.environ, jax.process_index())
         self.program = lay_out(
             recipe,
             config,

@@ -136,7 +136,8 @@ _FREE = {
     "run.name", "run.dir", "run.resume", "runtime", "mesh", "pipeline", "train.steps", "train.stop_after", "data.paths",
     "train.gradient_accumulation_steps", "train.remat", "train.fsdp_gather", "data.workers", "data.cache_dir",
     "data.log_examples", "eval", "checkpoint", "observe", "grad_sync.route", "grad_sync.topology",
-    "grad_sync.overlap", "grad_sync.bucket_bytes",
+    "grad_sync.overlap", "grad_sync.bucket_bytes", "stability.give_up_after", "stability.max_rollbacks",
+    "stability.locate_nonfinite", "stability.check_replicas_every", "stability.check_recompute_every",
 }  # fmt: skip
 
 

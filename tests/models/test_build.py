@@ -52,7 +52,8 @@ def test_every_parameter_has_named_dimensions_that_fit() -> None:
 
 
 def test_half_precision_keeps_norms_and_logits_in_fp32() -> None:
-    model = Policy(jnp.bfloat16).applied(llama().init(nnx.Rngs(0)))
+    model = llama().init(nnx.Rngs(0))
+    Policy(jnp.bfloat16).apply(model)
     tokens = jnp.zeros((1, 4), jnp.int32)
     assert model.hidden(tokens).dtype == jnp.bfloat16
     assert model(tokens).dtype == jnp.float32

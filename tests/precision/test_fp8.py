@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax._src.ad_checkpoint import saved_residuals
 
 from dsjax.errors import ConfigError
+from dsjax.mesh.remat import PRODUCTS
 from dsjax.precision.delayed import DelayedDot, Largest, observed, probes, pushed, with_probes
 from dsjax.precision.fp8 import E4M3, E5M2, Fp8Dot, by_blocks, by_rows, rounded, scale_for, scaled_product
 from pallas_kernels import hardware
@@ -139,6 +141,7 @@ def test_delayed_scales_are_those_of_passes_before() -> None:
     def step(others: nnx.State, x: jax.Array) -> tuple[jax.Array, nnx.State]:
         def total(params: nnx.State, zeros: dict) -> tuple[jax.Array, nnx.State]:
             layer = nnx.merge(graph, params, with_probes(others, zeros), copy=True)
+            layer.train()
             y = layer(x)
             return jnp.sum(y * x[:, :4]), (y, nnx.state(layer, nnx.Not(nnx.Param)))
 
@@ -170,6 +173,38 @@ def test_without_probes_a_state_is_left_alone() -> None:
 
 def test_the_gradient_of_a_probe_is_the_largest_magnitude() -> None:
     x, w, dy = operands()
-    given = (jnp.float32(1.0), jnp.float32(1.0), jnp.float32(0.0))
+    given = (jnp.float32(1.0), jnp.float32(1.0), jnp.zeros(2))
     _, back = jax.vjp(lambda x, w, given: scaled_product(1, x.dtype, x, w, given), x, w, given)
-    assert float(back(dy)[2][2]) == float(jnp.max(jnp.abs(dy)))
+    np.testing.assert_array_equal(back(dy)[2][2], [jnp.max(jnp.abs(dy)), 1.0])
+
+
+def test_a_model_that_is_called_outside_of_training_remembers_nothing() -> None:
+    layer = delayed()
+    before = np.asarray(layer.dot_general.inputs[...])
+    jax.jit(lambda x: layer(x))(jnp.ones((2, 6)))
+    layer.eval()
+    layer(jnp.ones((2, 6)))
+    np.testing.assert_array_equal(layer.dot_general.inputs[...], before)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "block"])
+def test_many_products_at_once(scaling: str) -> None:
+    x, w, _ = operands()
+    dot = Fp8Dot(scaling)
+    many = jax.vmap(lambda x, w: jnp.sum(dot(x, w, DIMENSIONS) ** 2), (0, None))
+    each = [jnp.sum(dot(one, w, DIMENSIONS) ** 2) for one in jnp.stack([x, 2 * x])]
+    np.testing.assert_allclose(many(jnp.stack([x, 2 * x]), w), each, rtol=1e-5)
+    assert np.all(np.isfinite(jax.grad(lambda x: jnp.sum(many(x, w)))(jnp.stack([x, x]))))
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "block"])
+def test_recomputation_of_all_but_products_keeps_fp8_ones(scaling: str) -> None:
+    x, w, _ = operands()
+    dot = Fp8Dot(scaling)
+
+    def twice(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(dot(x, w, DIMENSIONS)))
+
+    residuals = saved_residuals(jax.checkpoint(twice, policy=PRODUCTS), x, w)
+    assert any(shape.shape == (3, 5, 7) for shape, _ in residuals)
+    assert not any(s.shape == (3, 5, 7) for s, _ in saved_residuals(jax.checkpoint(twice), x, w))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import dsjax
 from dsjax.config import from_dict
-from dsjax.errors import InternalError
+from dsjax.errors import FaultyDevice
 from dsjax.mesh import make_mesh
 from dsjax.stability.replicas import Replicas, flipped
 
@@ -73,6 +73,6 @@ def test_a_run_ends_and_names_the_device(tmp_path: Path, monkeypatch: pytest.Mon
     )  # fmt: skip
     data = ({"x": np.ones((8, 8), np.float32)} for _ in range(20))
     with pytest.raises(
-        InternalError, match=r"step 6: replicas differ, which no program does: device 3 holds other"
+        FaultyDevice, match=r"step 6: replicas differ, which no program does: device 3 holds other"
     ):
         trainer.fit(data, steps=20)

@@ -64,6 +64,8 @@ class Diagnosis:
           data_step: the batch's number.
         """
         if not self._left:
+            self.forget()
+            self._tapped.clear()
             return
         self._now = program, state
         self._kept[step] = _Kept(batch, data_step)
@@ -89,6 +91,8 @@ class Diagnosis:
         try:
             self._tell(step, program, *self._found(step, program, state, kept, values))
         except Exception as error:
+            if jax.process_count() > 1 and not isinstance(error, OutOfDeviceMemory):
+                raise  # others may wait for this process in the middle of it
             # A run that goes on after a skipped step shall not end because nobody could say where.
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, OutOfDeviceMemory) or is_out_of_memory(error):
@@ -186,9 +190,16 @@ class Tapped:
         """
         given = state.params, state.model_state, batch, now
         if self._compiled is None:
-            compiled = self._run.lower(*given).compile()
-            if not everywhere(self._fits(compiled, state)):
-                raise OutOfDeviceMemory("the program that looks for it does not fit beside the state")
+            compiled, failed = None, None
+            try:
+                compiled = self._run.lower(*given).compile()
+            except Exception as error:
+                failed = error
+            # All processes run it, or none.
+            if not everywhere(compiled is not None and self._fits(compiled, state)):
+                raise failed or OutOfDeviceMemory(
+                    "the program that looks for it does not fit beside the state"
+                )
             self._compiled = compiled
         taps, params, gradients, data = jax.tree.map(np.asarray, self._compiled(*given))
         return Readings(dict(zip(self._points, taps, strict=True)), params, gradients, data)
@@ -221,7 +232,7 @@ class Tapped:
             loss, pull = jax.vjp(recomputed(parts, tapped), whole, probes_for(points, rows))
             gradients, readings = pull(started(loss, seed))
         data = {
-            path or "data": bad_rows([leaf], rows)
+            path or "data": bad_rows([leaf], rows, masks=True)
             for path, leaf in named_leaves(given.at(index)[0]).items()
             if jnp.issubdtype(leaf.dtype, jnp.floating)
         }

@@ -141,7 +141,9 @@ def bad_rows(values: list[jax.Array], rows: int, *, masks: bool = False) -> jax.
         bad = ~jnp.isfinite(x)
         if masks:
             bad &= x != -jnp.inf
-        if not x.ndim or x.shape[0] % rows:
+        # [rows, ...], or [rows * places, features]; of other shapes nothing tells where a row lies.
+        flat = x.ndim == 2 and x.shape[0] % rows == 0
+        if not x.ndim or not (x.shape[0] == rows or flat):
             return jnp.broadcast_to(jnp.any(bad), (rows,))
         if x.shape[0] != rows:
             bad = bad.reshape(rows, -1, *x.shape[1:])

@@ -177,7 +177,9 @@ def _of_data(data: Mapping[str, np.ndarray]) -> Verdict | None:
 
 def _verdict(direction: str, path: str | None, at: _At, what: str, largest: Any, bad: np.ndarray) -> Verdict:
     layer = _layer(path, at)
-    largest = None if largest is None else float(largest)
+    # Of a module that is called in a loop of the model's own its readings are added up.
+    several = np.any(np.asarray(at.reading.seen) > 1)
+    largest = None if largest is None or several else float(largest)
     return Verdict(
         direction, path or "", layer, _place(path or "", layer, at.point.stack), what, largest, _some(bad)
     )
