@@ -83,6 +83,11 @@ def is_history(variable: Any) -> bool:
     return isinstance(variable, Largest | Probe)
 
 
+def histories_of(model_state: nnx.State) -> list[list[Any]]:
+    """[path, shape] of what delayed scaling keeps, for a checkpoint's facts."""
+    return [[list(path), list(v.shape)] for path, v in model_state.flat_state() if is_history(v)]
+
+
 def probes(model_state: nnx.State) -> dict[Any, jax.Array]:
     """The zeros whose gradients are magnitudes, by path; empty without delayed scaling."""
     return {path: v[...] for path, v in model_state.flat_state() if isinstance(v, Probe)}

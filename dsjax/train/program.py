@@ -29,7 +29,7 @@ from dsjax.grad_sync.residuals import facts_of
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
 from dsjax.mesh.topology import Topology
 from dsjax.models import Stages
-from dsjax.precision import Policy
+from dsjax.precision import Policy, histories_of
 from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter
 from dsjax.train.diloco import apart_notes, refuse_last_step, refuse_pipeline
 from dsjax.train.formats import held_params, optimizer_of
@@ -292,6 +292,7 @@ class Program:
             "residuals": facts_of(self.parts.exchange),
             "workers": self.workers,
             "guards": guards_of(self.abstract_state.guards),
+            "histories": histories_of(self.abstract_state.model_state),
         }
 
     @property

@@ -16,6 +16,7 @@ from dsjax.errors import Damaged, InputError
 from dsjax.processes import gather, together
 from dsjax.train.carried import Guards, Kept, Workers, with_params
 from dsjax.train.given import require_alive
+from dsjax.train.histories import Histories
 from dsjax.train.memory import refuse_oversized_state
 from dsjax.train.program import Program
 from dsjax.train.recorder import Recorder
@@ -93,13 +94,14 @@ def restored(
     """The state of a step whose facts are known, and what was written beside it; raises as `restore` does."""
     refuse_oversized_state(program.abstract_state, list(program.mesh.devices.flat))
     kept, workers = Kept.of(program, facts), Workers.of(program, facts)
-    guards = Guards.of(program, facts)
-    one = replace(workers.one, residuals={}, guards={})
+    guards, histories = Guards.of(program, facts), Histories.of(program, facts)
+    one = histories.without(replace(workers.one, residuals={}, guards={}))
     stored, back = program.held(facts, one)
     wanted = replace(workers.stored(stored), residuals=kept.stored, guards=guards.stored)
-    read, facts = store.restore(step, wanted)
-    state = workers.parted(back(replace(workers.joined(read), residuals={}, guards={})), read)
-    notes = [note for note in (workers.note, kept.note, *guards.notes) if note]
+    read, facts = store.restore(step, histories.stored(wanted))
+    state = back(histories.without(replace(workers.joined(read), residuals={}, guards={})))
+    state = histories.carried(workers.parted(state, read), read)
+    notes = [note for note in (workers.note, kept.note, histories.note, *guards.notes) if note]
     own = {"residuals": kept.carried(read.residuals), "guards": guards.carried(read.guards)}
     return replace(state, **own), facts | {"notes": notes}
 

@@ -121,6 +121,39 @@ def test_a_guard_that_the_checkpoint_does_not_hold_begins_anew(tmp_path: Path) -
     assert int(state.step) == 5 and int(state.guards["clipping"].seen) == int(state.updates) - 3
 
 
+def in_fp8(directory: Path, mesh: Any = None, **fp8: Any) -> dsjax.Trainer:
+    return dsjax.Trainer(
+        lambda rngs: Net(rngs=rngs), loss, optax.adam(1e-2, eps=1e-4), mesh=mesh or MESHES[0],
+        run={"dir": str(directory)}, observe={"log_every": 1, "progress": "none"},
+        checkpoint={"disk": {"every": 3}}, allow_config_change=True,
+        precision={"policy": "bf16", "table": {"inner": "fp8", "outer": "fp8"}, "fp8": fp8},
+    )  # fmt: skip
+
+
+def histories(state: Any) -> dict[str, np.ndarray]:
+    leaves = {name: np.asarray(leaf) for name, leaf in numbers(state.model_state).items()}
+    return {name: leaf for name, leaf in leaves.items() if name.endswith(("/inputs", "/gradients"))}
+
+
+def test_delayed_scales_go_on_after_a_resume_to_the_bit(tmp_path: Path) -> None:
+    whole = in_fp8(tmp_path / "whole", scaling="delayed").fit(loader(), 6)
+    in_fp8(tmp_path / "cut", scaling="delayed").fit(loader(), 3)
+    cut = in_fp8(tmp_path / "cut", scaling="delayed").fit(loader(), 6)
+    want, got = numbers(whole), numbers(cut)
+    assert all(np.array_equal(want[name], got[name]) for name in want)
+    kept = histories(whole)
+    assert kept and all((leaf[..., :6] > 0).all() for leaf in kept.values())
+
+
+def test_other_scales_begin_anew_where_a_checkpoint_has_none_like_them(tmp_path: Path) -> None:
+    in_fp8(tmp_path, scaling="delayed", history=4).fit(loader(), 3)
+    assert not histories(in_fp8(tmp_path, scaling="tensor").fit(loader(), 6))
+    state = in_fp8(tmp_path, scaling="delayed", history=2).fit(loader(), 9)
+    assert {leaf.shape[-1] for leaf in histories(state).values()} == {2}
+    told = [e["notes"] for e in lines(tmp_path, "events.jsonl") if e["kind"] == "resumed"]
+    assert "left out" in told[0][0] and "begin anew" in told[1][0]
+
+
 CHECKS: tuple[dict[str, Any], ...] = (
     {},
     {"clip": "median", "clip_groups": "parts"},
