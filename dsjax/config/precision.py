@@ -144,12 +144,12 @@ class StabilityConfig(Section):
     check_replicas_every: NonNegativeInt = described(
         0,
         "Compare every N steps, bit by bit, what devices hold alike (replicas of parameters and optimizer state); end "
-        "with exit code 70, naming the device, where they differ. 0: never. Waits for the step.",
+        "with exit code 3, naming the device, where they differ. 0: never. Waits for the step.",
     )
     check_recompute_every: NonNegativeInt = described(
         0,
         "Compute the gradient of a microbatch twice before every N-th step and compare bit by bit; end with exit code "
-        "70, naming the device, where they differ. 0: never. No pipeline.",
+        "3, naming the device, where they differ. 0: never. No pipeline.",
     )
 
     @property
