@@ -88,6 +88,7 @@ def close(name: str, got: np.ndarray, want: np.ndarray) -> None:
 
 
 def check(case: Mapping[str, Any]) -> None:
+    case = {**PLAIN, **case}
     got = train(case)
     want = on_one_device(case)
     np.testing.assert_allclose(got.losses, want.losses, rtol=TOLERANCE)
