@@ -44,6 +44,7 @@ def test_each_codec_is_trained_with_error_feedback_and_without(benchmark):
     assert convergence.cases() == listed + policies[1:] and [one.policy for one in policies[1:]] == [
         "bf16",
         *["fp16"] * 4,
+        *["fp8"] * 3,
         *[None] * 4,
     ]
     quickstart = convergence.config_of(listed[2], convergence.FULL, Path("somewhere"))
