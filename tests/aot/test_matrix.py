@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from cover import pairwise
 from oracle import BATCH, PLAIN, batch_of, devices_of, program_of
-from test_equivalence import label, pairwise
+from test_equivalence import SETTINGS, allowed, label
 
 from dsjax import aot
 from dsjax.mesh import BATCH_AXES
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("gpu_compiler")
 
 def filled(case: dict[str, Any], devices: int) -> dict[str, Any]:
     """The case on all devices: more replicas, or more shards where the batch has no rows for them."""
-    case = {**PLAIN, **case}
+    case = {**PLAIN, **case, "format": "bf16"}
     stages = case["pipeline"][0]
     axes = {"data": case["data"], "fsdp": case["fsdp"], "context": case["context"]}
     while devices_of({**case, **axes}) < devices:
@@ -40,7 +40,7 @@ def filled(case: dict[str, Any], devices: int) -> dict[str, Any]:
 def compiled_step(case: dict[str, Any], target: aot.Target) -> tuple[aot.Inspection, Any, Any]:
     """The step's inspection, its abstract state and batch."""
     with aot.on(target):
-        program = program_of(case, target.devices(), jnp.bfloat16)
+        program = program_of(case, target.devices())
     micro = program.microbatches
     sharding = NamedSharding(program.mesh, P(None, BATCH_AXES))
 
@@ -58,7 +58,7 @@ def compiled_step(case: dict[str, Any], target: aot.Target) -> tuple[aot.Inspect
 def everywhere() -> list[Any]:
     """Every case on both clusters, in the quick run on one; of pipelines, which take longest to compile, a part."""
     clusters, cases = ("8xH100", "2x8xH100"), []
-    for number, case in enumerate(pairwise()):
+    for number, case in enumerate(pairwise(SETTINGS, allowed)):
         alone = case["pipeline"][0] == 1
         for place, cluster in enumerate(clusters):
             quick = place == number % 2 and (alone or number % 4 == 0)
@@ -82,6 +82,6 @@ def test_a_program_of_the_matrix_compiles(case: dict[str, Any], cluster: str) ->
 
 
 def test_cases_fill_the_devices() -> None:
-    for case in pairwise():
+    for case in pairwise(SETTINGS, allowed):
         for devices in (8, 16):
             assert devices_of(filled(case, devices)) == devices
