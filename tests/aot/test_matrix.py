@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from cover import pairwise
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from cover import pairwise
 from oracle import BATCH, PLAIN, batch_of, devices_of, program_of
 from test_equivalence import SETTINGS, allowed, label
 
