@@ -33,7 +33,7 @@ from pallas_kernels.fp8_matmul import mosaic, triton
 from pallas_kernels.matmul import scaling
 from pallas_kernels.matmul.scaling import TILE, amax_of, scale_of, to_e4m3
 
-Scaling = Literal["tensor", "delayed", "block"]
+Scaling = Literal["tensor", "block"]
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Below this a largest magnitude counts as this: its scale is far from subnormal, and one of zeros is no division by 0.
 _LEAST = 1e-30

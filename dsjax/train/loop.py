@@ -68,25 +68,7 @@ class Plan:
     roll_back: Callable[[Program, Astray, int, int], State] | None = None
 
 
-def run_loop(
-    program: Program,
-    state: State,
-    batches: Iterator[Any],
-    plan: Plan,
-    recorder: Recorder,
-    saving: Saving,
-    stop: StopRequest,
-) -> State:
-    """Trains from the state's step to the plan's last one and returns the last state.
-
-    Raises:
-      Preempted: stopped by a signal or `stop_after`, after saving.
-      InputError: the data ended early.
-    """
-    return _Loop(program, state, batches, plan, recorder, saving, stop).run()
-
-
-class _Loop:
+class Loop:
     """A run from its state on.
 
     Attributes:
@@ -118,7 +100,12 @@ class _Loop:
         self._diagnosis = Diagnosis(recorder, plan.locate_nonfinite)
 
     def run(self) -> State:
-        """All steps, then what is owed at the end."""
+        """All steps, then what is owed at the end; returns the last state.
+
+        Raises:
+          Preempted: stopped by a signal or `stop_after`, after saving.
+          InputError: the data ended early.
+        """
         self.saving.started_at(self.start)
         if self.plan.evaluate_first:
             self._evaluate()

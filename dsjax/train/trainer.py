@@ -392,7 +392,7 @@ class Trainer:
                         batches = warned_if_alike(
                             batches, self.program.rows_are_alike, recorder.progress.message
                         )
-                        state = loop.run_loop(self.program, state, batches, plan, recorder, saving, stop)
+                        state = loop.Loop(self.program, state, batches, plan, recorder, saving, stop).run()
                 recorder.event("finished", int(state.step))
         return state
 
