@@ -22,7 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,12 +48,17 @@ COMMON = (
     "eval.samples=[]",
     "observe.progress=none",
     "observe.log_every=1",
-    "mesh.data=2",
 )
 TOLD = ("skipped", "recomputed", "rolled_back", "nonfinite_located", "replicas_differ", "recompute_differs")
 LAST = 20  # steps whose mean loss is compared
 STEPS = 200
-RECOVERY = (*QUICK, f"train.steps={STEPS}", "checkpoint.disk.every=0", "checkpoint.memory.every=5")
+RECOVERY = (
+    *QUICK,
+    "mesh.data=2",
+    f"train.steps={STEPS}",
+    "checkpoint.disk.every=0",
+    "checkpoint.memory.every=5",
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,9 @@ def compiled(config: Config, checked: bool) -> Any:
     program = trainer.program
     batch = next(iter(open_train(config, trainer.rows(config.train.global_batch_size)).iterate(0)))
     placed = program.place(batch)
-    unguarded = mock.patch.object(step_module, "guarded", lambda applied, after, before: after)
+    unguarded = mock.patch.object(
+        step_module, "guarded", lambda layout, applied, update, state: update(state)
+    )
     with mock.MagicMock() if checked else unguarded:
         run = program.step(placed)
     state = program.init(0)
@@ -110,7 +119,8 @@ def compiled(config: Config, checked: bool) -> Any:
 
 
 def overhead(base: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds a step with checks over those without, minus 1, and the interval."""
+    """Seconds a step with checks over those without, minus 1, and the interval; on one device."""
+    setup(RuntimeConfig(cpu_devices=1, distributed="none"))
     with tempfile.TemporaryDirectory(prefix="dsjax-guard-") as directory:
         config = load([QUICKSTART], [*COMMON, *base, f"run.dir={directory}"], environ={})
         turns = {"checked": compiled(config, True), "bare": compiled(config, False)}
@@ -213,8 +223,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model and few cases, under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     options = parser.parse_args()
+    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+        base, rounds, steps = (QUICK, 10, 20) if options.quick else ((), 40, 3)
+        cost = alone.submit(overhead, base, rounds, steps).result()
     setup(RuntimeConfig(cpu_devices=2, distributed="none"))
-    cost = overhead(QUICK if options.quick else (), *((10, 20) if options.quick else (40, 3)))
     results = recovered([CASES[0], CASES[4]] if options.quick else CASES)
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     low, high = cost["overhead_interval"]

@@ -37,7 +37,7 @@ PLAIN: Mapping[str, Any] = {
     "gradient_accumulation_steps": 1, "remat": "none",
     "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
     "window": None, "layers": 5, "exchange": "plain", "restart": "none", "scaled": False,
-    "format": "fp32", "state_dtype": "float32", "on_nonfinite": "skip",
+    "format": "fp32", "state_dtype": "float32", "on_nonfinite": "skip", "held": "none", "clip": "fixed",
 }  # fmt: skip
 """One device, fp32, no tricks."""
 EXCHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -49,6 +49,13 @@ EXCHANGES: Mapping[str, Mapping[str, Any]] = {
 FORMATS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"policy": name} for name in ("fp32", "bf16", "fp16")},
     **{f"fp8_{how}": {"policy": "fp8", "fp8": {"scaling": how}} for how in ("tensor", "delayed", "block")},
+}
+# What is kept in bf16 between and within steps.
+HELD: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "params": {"params": "bfloat16"},
+    "gradients": {"gradients": "bfloat16"},
+    "both": {"params": "bfloat16", "gradients": "bfloat16"},
 }
 COMPUTED = ("rows", "dropout", "tied", "optimizer", "window", "layers")
 
@@ -93,8 +100,10 @@ def config_of(settings: Mapping[str, Any]) -> Any:
                 "kind": settings["optimizer"], "learning_rate": RATE, "eps": 1e-4, "max_grad_norm": 1.0,
                 "schedule": {"warmup_steps": 2}, "state_dtype": settings["state_dtype"],
             },
-            "precision": {**FORMATS[settings["format"]], "loss_scale": {"initial": 1024.0}},
-            "stability": {"on_nonfinite": settings["on_nonfinite"]},
+            "precision": {
+                **FORMATS[settings["format"]], **HELD[settings["held"]], "loss_scale": {"initial": 1024.0},
+            },
+            "stability": {"on_nonfinite": settings["on_nonfinite"], "clip": settings["clip"]},
             "pipeline": pipeline_of(settings["pipeline"][1]),
             "grad_sync": EXCHANGES[settings["exchange"]],
             "mesh": {

@@ -8,7 +8,8 @@ devices in fp32 (gradients as `precision.gradients` says) and divided once.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.grad_sync import AXIS, mean
-from dsjax.mesh import gather_all, use_layout
+from dsjax.mesh import Layout, gather_all, use_layout
 from dsjax.precision.loss_scale import next_scale, nominal_weight
 from dsjax.stability.clip import clipped
 from dsjax.train.diloco import MEETING, outer_step
@@ -118,15 +119,12 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
       lower loss scale will end are not counted as skipped in a row.
     """
     with use_layout(parts.layout):
-        if parts.apart:
-            sums, after, norm = _apart(parts, state, batch)
-            again = None
-        else:
-            sums, after, norm, again = _together(parts, state, batch)
+        found = _apart(parts, state, batch) if parts.apart else _together(parts, state, batch)
+        sums, norm, again = found.sums, found.norm, found.again
+        applied = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (sums.weight > 0)
+        after = guarded(parts.layout, applied, found.update, state)
     refuse_idle(parts.injected)
     weight = jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
-    applied = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (sums.weight > 0)
-    after = guarded(applied, after, state)
     metrics = {
         "loss": sums.loss / weight,
         "tokens": sums.weight,
@@ -166,10 +164,15 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
     return after, metrics
 
 
-def guarded(applied: jax.Array, after: State, before: State) -> State:
-    """The state after a step if that counts, else as it was, to the bit."""
+def guarded(layout: Layout, applied: jax.Array, update: Callable[[State], State], state: State) -> State:
+    """The updated state if the step counts, else as it was, to the bit."""
+    if layout.on_cpu and layout.alone:
+        # In place: what a matrix product reads (muon's momentum) would be written once more to be chosen from. Other
+        # devices would wait for the host to learn the number of turns; on several, the update's collectives would
+        # run beside others, which a CPU's may not.
+        return jax.lax.fori_loop(0, applied.astype(jnp.int32), lambda _, state: update(state), state)
     return jax.tree.map(
-        lambda new, old: jnp.where(applied, new, old) if new is not old else old, after, before
+        lambda new, old: jnp.where(applied, new, old) if new is not old else old, update(state), state
     )
 
 
@@ -183,14 +186,25 @@ def _scaled(parts: StepParts, state: State, overflow: jax.Array) -> tuple[dict[s
     return {**state.guards, "scaling": scaling}, overflow & (now.scale > config.minimum)
 
 
-def _together(
-    parts: StepParts, state: State, batch: Batch
-) -> tuple[Sums, State, jax.Array, jax.Array | None]:
-    """One update of the mean gradient.
+@dataclass(frozen=True)
+class _Found:
+    """What a step has computed before anything is changed.
 
-    Returns:
-      Sums, the state after it, the gradient's norm, and whether all was computed again; None: it never is.
+    Attributes:
+      sums: over the whole batch.
+      norm: the gradient's; the largest of those of workers that train apart.
+      update: the state -> the state with it.
+      again: whether all was computed again; None: it never is.
     """
+
+    sums: Sums
+    norm: jax.Array
+    update: Callable[[State], State]
+    again: jax.Array | None = None
+
+
+def _together(parts: StepParts, state: State, batch: Batch) -> _Found:
+    """The mean gradient of all, for one update."""
     sums, model_state, residuals = _summed(parts, state, batch, loss_seed(state, batch))
     sums = _gone_wrong(parts, state, sums)
     norm, again = norm_of(at_rest(parts.layout, sums.grads)), None
@@ -205,42 +219,39 @@ def _together(
         # All devices see the same loss and norm, so all take the same branch.
         given = (sums, model_state, residuals, norm)
         sums, model_state, residuals, norm = jax.lax.cond(again, anew, lambda given: given, given)
-    grads = at_rest(parts.layout, sums.grads)
-    clip, guards = parts.numbers.clip, dict(state.guards)
-    if clip is not None:
-        grads, guards["clipping"] = clipped(clip, parts.max_grad_norm, guards["clipping"], grads)
-    else:
-        grads = _bounded(parts, grads, norm)
-    params, opt_state = _updated(parts, state, state.params, state.opt_state, grads)
-    after = replace(
-        state,
-        params=params,
-        model_state=model_state,
-        opt_state=opt_state,
-        residuals=residuals,
-        guards=guards,
-    )
-    return sums, after, norm, again
+
+    def update(state: State) -> State:
+        grads = at_rest(parts.layout, sums.grads)
+        clip, guards = parts.numbers.clip, dict(state.guards)
+        if clip is not None:
+            grads, guards["clipping"] = clipped(clip, parts.max_grad_norm, guards["clipping"], grads)
+        else:
+            grads = _bounded(parts, grads, norm)
+        params, opt_state = _updated(parts, state, state.params, state.opt_state, grads)
+        kept = {"model_state": model_state, "residuals": residuals, "guards": guards}
+        return replace(state, params=params, opt_state=opt_state, **kept)
+
+    return _Found(sums, norm, update, again)
 
 
-def _apart(parts: StepParts, state: State, batch: Batch) -> tuple[Sums, State, jax.Array]:
-    """An update of each worker's own: (sums, the state after it, the largest of their gradients' norms)."""
+def _apart(parts: StepParts, state: State, batch: Batch) -> _Found:
+    """Each worker's own gradient, for an update of its own."""
     assert parts.exchange is not None
     sums, model_state, _ = by_replica(parts, parts.exchange, state, batch, loss_seed(state, batch))
     sums = _gone_wrong(parts, state, sums)
 
-    def one(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, jax.Array]:
-        norm = norm_of(grads)
-        return *_updated(parts, state, params, opt_state, _bounded(parts, grads, norm)), norm
+    norms = jax.vmap(norm_of, spmd_axis_name=AXIS)(sums.grads)
 
-    each = jax.vmap(one, spmd_axis_name=AXIS)
-    params, opt_state, norms = each(state.workers["params"], state.opt_state, sums.grads)
-    changed = {
-        "model_state": model_state,
-        "opt_state": opt_state,
-        "workers": {**state.workers, "params": params},
-    }
-    return sums, replace(state, **changed), jnp.max(norms)
+    def update(state: State) -> State:
+        def one(params: Any, opt_state: Any, grads: Any, norm: jax.Array) -> tuple[Any, Any]:
+            return _updated(parts, state, params, opt_state, _bounded(parts, grads, norm))
+
+        each = jax.vmap(one, spmd_axis_name=AXIS)
+        params, opt_state = each(state.workers["params"], state.opt_state, sums.grads, norms)
+        workers = {**state.workers, "params": params}
+        return replace(state, model_state=model_state, opt_state=opt_state, workers=workers)
+
+    return _Found(sums, jnp.max(norms), update)
 
 
 def _met(parts: StepParts, state: State) -> State:
