@@ -129,13 +129,11 @@ def _tensor(
     axes = tuple(
         (a, layout.axis_size(a)) for entry in spec for a in axes_of_entry(entry) if layout.axis_size(a) > 1
     )
-    names = layout.names_of(path)
-    in_stack = layout.in_stack(path) and names is None
     patterns = _EMBEDDINGS if config.dense is None else config.dense
     coded = (
         codec is not None
         and (not codec.lossy or math.prod(leaf.shape) >= config.min_size)
-        and (not codec.lossy or is_matrix(names, len(leaf.shape) - in_stack))
+        and (not codec.lossy or is_matrix(layout.optimizer_names(path), len(leaf.shape)))
         and not (codec.lossy and any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns))
     )
     tensor = Tensor(tuple(leaf.shape), spec, axes, (), coded)

@@ -17,11 +17,10 @@ from dsjax.mesh.layout import (
     current_layout,
     gather_all,
     gathered,
-    is_matrix,
     manual,
     use_layout,
 )
-from dsjax.mesh.paths import map_named, named_leaves, path_name
+from dsjax.mesh.paths import is_matrix, map_named, named_leaves, path_name
 
 __all__ = [
     "AXES",

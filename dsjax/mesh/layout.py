@@ -52,6 +52,7 @@ class Layout:
         are used in; None: their own.
       gather_narrow: paths of the layers that are used in that type; others' are gathered as they are kept.
       stacked: path of the stack of layers whose leading dimension is cut over `pipeline`; None: there is none.
+      layers: path of the stack of layers, whether stages share it or not; None: it is not known.
       local: mesh axes that the code being traced is already inside of (the body of a shard_map over them); no
         spec names them then.
       places: with `local`, path -> where a parameter lies at rest.
@@ -63,6 +64,7 @@ class Layout:
     gather_dtype: Any = None
     gather_narrow: frozenset[str] = frozenset()
     stacked: str | None = None
+    layers: str | None = None
     local: tuple[str, ...] = ()
     places: Mapping[str, P] = field(default_factory=dict)
     param_rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PARAM_RULES)
@@ -162,6 +164,12 @@ class Layout:
             if fnmatch.fnmatchcase(path, pattern):
                 return names
         return None
+
+    def optimizer_names(self, path: str) -> Names | None:
+        """`names_of`, or ("layers",) where no more is known than that a parameter is of stacked layers."""
+        names = self.names_of(path)
+        in_stack = self.layers is not None and path.startswith(f"{self.layers}/")
+        return ("layers",) if names is None and in_stack else names
 
     def param_spec(self, path: str, shape: Sequence[int]) -> P:
         """PartitionSpec of a parameter at rest (also of its gradient and optimizer state)."""
@@ -445,13 +453,6 @@ def on_own_part(
     if any(axes_of_entry(entry) for i, entry in enumerate(cut) if i in dimensions):
         return function
     return layout.shard_map(function, (cut,), cut)
-
-
-def is_matrix(names: Sequence[str | None] | None, ndim: int) -> bool:
-    """Whether a parameter is a matrix (or more), not counting the dimension of stacked layers."""
-    if names is not None and len(names) == ndim:
-        return sum(name != "layers" for name in names) >= 2
-    return ndim >= 2
 
 
 def axes_of_entry(entry: Any) -> tuple[str, ...]:

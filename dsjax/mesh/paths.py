@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,3 +40,13 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """The tree's leaves by name, in tree order."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {path_name(path): leaf for path, leaf in leaves}
+
+
+def is_matrix(names: Sequence[str | None] | None, ndim: int) -> bool:
+    """Whether a parameter is a matrix (or more), not counting the dimension of stacked layers.
+
+    Args:
+      names: from `Layout.optimizer_names`, which may know of the first dimension only.
+    """
+    names = names or ()
+    return ndim - sum(name == "layers" for name in names) >= 2

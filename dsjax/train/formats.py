@@ -40,7 +40,7 @@ def held_gradients(layout: Layout, numbers: Numbers, grads: Any) -> Any:
 
 
 def _held(layout: Layout, path: str, leaf: Any, dtype: Any) -> Any:
-    matrix = is_matrix(layout.names_of(path), leaf.ndim)
+    matrix = is_matrix(layout.optimizer_names(path), leaf.ndim)
     if leaf.dtype == dtype:
         return leaf if matrix else leaf.astype(jnp.float32)
     return leaf.astype(dtype) if matrix and leaf.dtype == jnp.float32 else leaf

@@ -136,6 +136,7 @@ class Program:
             self.mesh,
             {**declared_axes(model), **recipe.param_axes},
             stacked=self.stacking.path if self.stacking else None,
+            layers=self.stack.path or None,
             fsdp_gather=self.fsdp_gather,
             gather_dtype=None if self.policy.dtype == self.numbers.params else self.policy.dtype,
             gather_narrow=self._applied.narrow,
@@ -148,7 +149,7 @@ class Program:
             raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(self.trainable)}")
         check_patterns(recipe.param_axes, nnx.state(model, nnx.Param))
         self.layout.check(nnx.state(model, nnx.Param))
-        optimizer = optimizer_of(self.numbers, recipe.make_optimizer(self.layout.names_of))
+        optimizer = optimizer_of(self.numbers, recipe.make_optimizer(self.layout.optimizer_names))
         exchange, self._exchange_notes = self._exchange(params, model_state)
         apart = self.diloco if self.diloco.inner_steps and exchange is not None else None
         self.parts = StepParts(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsjax.config.schema import OptimizerConfig, ScheduleConfig
-from dsjax.mesh import named_leaves
+from dsjax.mesh import Layout, make_mesh, named_leaves
 from dsjax.train.optimizers import make_optimizer, make_schedule
 
 NAMES = {
@@ -104,3 +104,16 @@ def test_moments_are_fp32(kind: str) -> None:
     optimizer = make_optimizer(OptimizerConfig(kind=kind), 1.0, NAMES.get)
     for name, leaf in named_leaves(optimizer.init(params())).items():
         assert leaf.dtype in (jnp.float32, jnp.int32), name
+
+
+def test_vectors_of_stacked_layers_are_no_matrices_although_nobody_names_their_dimensions() -> None:
+    layout = Layout(make_mesh({}, jax.devices()[:1]), {"first/*": ("embed", "mlp")}, layers="layers")
+    shapes = {"layers/bias": (2, 8), "layers/kernel": (2, 8, 8), "first/kernel": (8, 8), "last/kernel": (8, 8)}
+    now = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    for kind in ("adamw", "muon"):
+        config = OptimizerConfig(kind=kind, weight_decay=0.5)
+        optimizer = make_optimizer(config, 1.0, layout.optimizer_names)
+        still = jax.tree.map(jnp.zeros_like, now)
+        updates, _ = optimizer.update(still, optimizer.init(now), now)
+        decayed = {name for name, update in updates.items() if np.any(update)}
+        assert decayed == {"layers/kernel", "first/kernel", "last/kernel"}, kind
