@@ -7,6 +7,9 @@ one section alone can check stands in its validators, what needs several section
 
 from __future__ import annotations
 
+import contextlib
+import json
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -93,12 +96,29 @@ class ModelConfig(BaseModel):
         Takes("a family's name, or module:function"),
     ] = described(
         "llama",
-        "A family (llama), or module:function of an installed or local module that "
-        "returns a Flax model, called with the rest of this section.",
+        "A family (llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gpt2, olmo2), or module:function of an "
+        "installed or local module that returns a Flax model, called with the rest of this section. With config "
+        "the default is its model_type.",
     )
     config: str | None = described(
         None, "A Hugging Face config.json (or its directory) to read the size fields from."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_of_config(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "kind" in values or not isinstance(values.get("config"), str):
+            return values
+        path = Path(values["config"]).expanduser()
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # whoever builds the model says what is wrong with the file
+            saved = json.loads(
+                ((path / "config.json") if path.is_dir() else path).read_text(encoding="utf-8")
+            )
+            if isinstance(saved, dict) and isinstance(saved.get("model_type"), str):
+                return {**values, "kind": saved["model_type"]}
+        return values
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -43,10 +43,11 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def is_matrix(names: Sequence[str | None] | None, ndim: int) -> bool:
-    """Whether a parameter is a matrix (or more), not counting the dimension of stacked layers.
+    """Whether a parameter is a matrix (or more), not counting the dimension of stacked layers; heads are one.
 
     Args:
       names: from `Layout.optimizer_names`, which may know of the first dimension only.
     """
     names = names or ()
-    return ndim - sum(name == "layers" for name in names) >= 2
+    of_heads = "head_dim" in names and ("heads" in names or "kv_heads" in names)
+    return ndim - sum(name == "layers" for name in names) - of_heads >= 2

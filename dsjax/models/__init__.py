@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -13,13 +13,13 @@ from dsjax.config.messages import nearest, takes, unknown_key
 from dsjax.config.schema import ModelConfig
 from dsjax.config.yaml_core import show
 from dsjax.errors import ConfigError, InputError
-from dsjax.models.llama import Llama, LlamaConfig, param_axes, trunk
+from dsjax.models.decoder import Decoder
+from dsjax.models.families import FAMILIES, FamilyConfig
 from dsjax.models.spec import ModelSpec, Stages, Trunk
 from dsjax.models.user import users_model
 
-__all__ = ["FAMILIES", "Llama", "LlamaConfig", "ModelSpec", "Stages", "Trunk", "build"]
+__all__ = ["FAMILIES", "Decoder", "ModelSpec", "Stages", "Trunk", "build"]
 
-FAMILIES = ("llama",)
 # In the chunked cross-entropy logits of so many bytes a device exist at a time, of 128 tokens at least and
 # so many at most: (bytes, tokens).
 _LOGITS = {"cpu": (8 << 20, 512)}
@@ -58,32 +58,39 @@ def build(
         near = nearest(config.kind, FAMILIES)
         hint = f"did you mean {near}?" if near else f"it takes {', '.join(FAMILIES)} or module:function"
         raise ConfigError(f"model.kind: unknown family {config.kind}; {hint}")
-    fields = _family_fields(config, vocab_size_hint, max_length)
-    return _llama(fields, platform, remat, max_length)
+    family = FAMILIES[config.kind]
+    fields = _known(family, config) if config.config else {}
+    fields |= _renamed(family, config.fields)
+    fields = _with_data(family, fields, vocab_size_hint, max_length)
+    return spec_of(_checked(family, fields), platform, remat, max_length)
 
 
-def _llama(fields: Mapping[str, Any], platform: str, remat: str, max_length: int | None) -> ModelSpec:
-    llama = _checked(fields)
-    size = llama.num_hidden_layers * (max_length or llama.max_position_embeddings)
-    unroll = platform == "cpu" and remat == "none" and size <= _UNROLLED_ON_CPU
+def spec_of(
+    family: FamilyConfig, platform: str, remat: str = "none", max_length: int | None = None
+) -> ModelSpec:
+    """The model of a checked config; arguments as for `build`."""
+    frame = family.frame()
+    length = max_length or getattr(family, family.positions_field)
+    unroll = platform == "cpu" and remat == "none" and family.layers * length <= _UNROLLED_ON_CPU
     room, most = _LOGITS.get(platform, _LOGITS_ELSEWHERE)
-    chunk = min(most, room // (4 * llama.padded_vocab) // 128 * 128)
+    chunk = min(most, room // (4 * family.padded_vocab) // 128 * 128)
     return ModelSpec(
-        init=lambda rngs: Llama(llama, remat=remat, unroll=unroll, rngs=rngs),
-        param_axes=param_axes(llama),
-        vocab_size=llama.vocab_size,
-        flops_per_token=llama.flops_per_token,
+        init=lambda rngs: Decoder(frame, remat=remat, unroll=unroll, rngs=rngs),
+        param_axes=family.param_axes(),
+        vocab_size=family.vocab_size,
+        flops_per_token=family.flops_per_token,
         cross_entropy_chunk=max(128, chunk),
         has_hidden=True,
         remat_by_layer=True,
-        trunk=trunk(llama),
+        trunk=frame.trunk,
+        family=family,
     )
 
 
-def _checked(fields: Mapping[str, Any]) -> LlamaConfig:
-    names = list(LlamaConfig.model_fields)
+def _checked(kind: type[FamilyConfig], fields: Mapping[str, Any]) -> FamilyConfig:
+    names = list(kind.model_fields)
     try:
-        llama = LlamaConfig(**fields)
+        family = kind(**fields)
     except ValidationError as error:
         faults = []
         for item in error.errors(include_url=False):
@@ -91,24 +98,27 @@ def _checked(fields: Mapping[str, Any]) -> LlamaConfig:
             if item["type"] == "extra_forbidden":
                 faults.append(unknown_key(f"model.{name}", show(item["input"]), names))
                 continue
-            known = LlamaConfig.model_fields[name]
+            known = kind.model_fields[name]
             wanted = takes(known.annotation, known.metadata)
             missing = item["type"] == "missing"
             faults.append(
                 f"model.{name}: is missing; it takes {wanted} (or set model.config to a config.json)"
                 if missing
-                else f"model.{name}: takes {wanted}, got {show(item['input'])}"
+                else f"model.{name}: takes {wanted}, got {show(fields[name])}"
             )
         raise ConfigError(list(dict.fromkeys(faults))) from None
-    llama.check()
-    return llama
+    family.check()
+    return family
 
 
-def _family_fields(
-    config: ModelConfig, vocab_size_hint: int | None, max_length: int | None
+def _renamed(family: type[FamilyConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {family.renamed.get(name, name): value for name, value in fields.items()}
+
+
+def _with_data(
+    family: type[FamilyConfig], fields: dict[str, Any], vocab_size_hint: int | None, max_length: int | None
 ) -> dict[str, Any]:
-    """The fields of config.json, the user's own over them, and what follows from the data."""
-    fields = dict(_hugging_face_fields(config) if config.config else {}) | config.fields
+    """The fields, and what follows from the data."""
     if vocab_size_hint is not None:
         vocabulary = fields.setdefault("vocab_size", vocab_size_hint)
         if isinstance(vocabulary, int) and 0 < vocabulary < vocab_size_hint:
@@ -116,16 +126,18 @@ def _family_fields(
                 f"model.vocab_size: {vocabulary} is smaller than the tokenizer's {vocab_size_hint} tokens; "
                 f"use at least {vocab_size_hint}, or leave it out"
             )
-    positions = fields.setdefault("max_position_embeddings", max(max_length or 0, _POSITIONS))
+    name = family.positions_field
+    positions = fields.setdefault(name, max(max_length or 0, _POSITIONS))
     if max_length is not None and isinstance(positions, int) and 0 < positions < max_length:
         raise ConfigError(
-            f"train.sequence_length: {max_length} is more than model.max_position_embeddings {positions}; "
+            f"train.sequence_length: {max_length} is more than model.{name} {positions}; "
             "shorten the sequences or raise it (with rope_scaling, where the weights are trained already)"
         )
     return fields
 
 
-def _hugging_face_fields(config: ModelConfig) -> dict[str, Any]:
+def _saved_fields(config: ModelConfig) -> dict[str, Any]:
+    """What a config.json says."""
     path = Path(str(config.config)).expanduser()
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -139,5 +151,27 @@ def _hugging_face_fields(config: ModelConfig) -> dict[str, Any]:
         raise ConfigError(
             f"model.config: {path} has model_type {show(kind)}, but model.kind is {config.kind}"
         )
-    known = set(LlamaConfig.model_fields)
-    return {name: value for name, value in values.items() if name in known and value is not None}
+    return values
+
+
+def _known(family: type[FamilyConfig], config: ModelConfig) -> dict[str, Any]:
+    """Of the fields of a config.json those that the family has.
+
+    Raises:
+      ConfigError: there are others that may change the model's numbers.
+    """
+    fields, faults = {}, []
+    for name, value in _renamed(family, _saved_fields(config)).items():
+        known = family.model_fields.get(name)
+        if known is not None:
+            # In a file null is how a field that is not used is written.
+            if value is not None or type(None) in get_args(known.annotation):
+                fields[name] = value
+        elif value is not None and name not in family.passed_over:
+            faults.append(
+                f"model.config: {config.config} has {name} {show(value)}, which is not supported for "
+                f"{family.model_type}; take it out of the file if the model is the same without it"
+            )
+    if faults:
+        raise ConfigError(faults)
+    return fields

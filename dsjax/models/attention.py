@@ -32,18 +32,22 @@ _CUDNN_SECTIONS = 8
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the devices along `context` share the queries, and what each query sees."""
+    """How the devices along `context` share the queries, and what each query sees under each of the masks."""
 
     ranks: tuple[tuple[Part, ...], ...]
-    mask: Mask
+    masks: tuple[Mask, ...]
     scale: float
+    cap: float | None
 
-    def of_rank(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(parts, *args)` with the parts of this device's rank."""
-        if len(self.ranks) == 1:
-            return function(self.ranks[0], *args)
-        branches = [partial(function, parts) for parts in self.ranks]
-        return lax.switch(lax.axis_index("context"), branches, *args)
+    def here(self, function: Callable[..., Any], kind: jax.Array | None, *args: Any) -> Any:
+        """`function(parts, mask, *args)` with the parts of this device's rank and the mask of this number."""
+        branches = [partial(function, parts, mask) for mask in self.masks for parts in self.ranks]
+        if len(branches) == 1:
+            return branches[0](*args)
+        index: Any = lax.axis_index("context") if len(self.ranks) > 1 else 0
+        if kind is not None:
+            index += kind * len(self.ranks)
+        return lax.switch(index, branches, *args)
 
 
 def attention(
@@ -53,20 +57,24 @@ def attention(
     *,
     segment_ids_bs: jax.Array | None = None,
     causal: bool = True,
-    window: int | None = None,
+    window: int | tuple[int | None, ...] | None = None,
+    kind: jax.Array | None = None,
     zigzag: bool = False,
     scale: float | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
-    """softmax(q k^T * scale) v over the keys that each query may see.
+    """softmax(cap * tanh(q k^T * scale / cap)) v over the keys that each query may see; no tanh without a cap.
 
     Args:
       q_bsnh, k_bskh, v_bskh: n is a multiple of k (grouped-query attention); global arrays.
       segment_ids_bs: int32; a query sees only keys of its own segment (packed documents).
       causal: only keys up to the query's own place.
-      window: only keys less than so many places away.
+      window: only keys less than so many places away. Several: `kind` tells which of them counts.
+      kind: int32 [], the number of a window; the same on all devices that share the sequence.
       zigzag: the sequence lies in `zigzag_order` over the mesh's `context` axis; places are those of
         the sequence that this order stands for.
       scale: of the scores; default 1 / sqrt(h).
+      cap: what scores stay below, smoothly (Gemma 2); None: they are not bent.
 
     Returns:
       [b, s, n, h] in the queries' type. Memory grows with s, not with its square.
@@ -75,27 +83,31 @@ def attention(
     layout = current_layout()
     ranks, names = _cuts(q_bsnh, k_bskh)
     parts = _parts(length, ranks, zigzag)
-    plan = _Plan(parts, Mask(causal, window), 1 / math.sqrt(head_dim) if scale is None else scale)
+    windows = window if isinstance(window, tuple) else (window,)
+    masks = tuple(Mask(causal, width) for width in windows)
+    plan = _Plan(parts, masks, 1 / math.sqrt(head_dim) if scale is None else scale, cap)
+    extra = {} if segment_ids_bs is None else {"segments": segment_ids_bs}
+    if len(masks) > 1:
+        extra["kind"] = jnp.asarray(kind, jnp.int32)
     device = layout.mesh.devices.flat[0] if layout is not None else jax.devices()[0]
     on_gpu = device.platform in ("gpu", "cuda")
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-        own: jax.Array | None = segments[0] if segments else None
-        all_segments = own
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> jax.Array:
+        more: dict[str, Any] = dict(zip(extra, rest, strict=True))
+        own = all_segments = more.get("segments")
         if ranks > 1:
             k, v = _whole_sequence(k, ranks, zigzag), _whole_sequence(v, ranks, zigzag)
             all_segments = None if own is None else _whole_sequence(own, ranks, zigzag)
-        form = _cudnn if on_gpu and cudnn_attention.fits(q, k) else _chunked
-        return form(q, k, v, own, all_segments, plan)
+        form = _cudnn if on_gpu and cap is None and cudnn_attention.fits(q, k) else _chunked
+        return form(q, k, v, own, all_segments, more.get("kind"), plan)
 
     batch, sequence, q_heads, kv_heads = names
-    segments = () if segment_ids_bs is None else (segment_ids_bs,)
     in_names: list[tuple[str | None, ...]] = [
         *((batch, sequence, heads, None) for heads in (q_heads, kv_heads, kv_heads)),
-        *((batch, sequence) for _ in segments),
+        *((batch, sequence) if name == "segments" else () for name in extra),
     ]
     mapped = manual(local, in_names, (batch, sequence, q_heads, None))
-    return mapped(q_bsnh, k_bskh, v_bskh, *segments)
+    return mapped(q_bsnh, k_bskh, v_bskh, *extra.values())
 
 
 def _cuts(q_bsnh: jax.Array, k_bskh: jax.Array) -> tuple[int, tuple[str | None, ...]]:
@@ -130,36 +142,41 @@ def _whole_sequence(x: jax.Array, ranks: int, zigzag: bool) -> jax.Array:
     return jnp.concatenate(slots[0::2] + slots[1::2][::-1], axis=1)
 
 
-def _cudnn(q: Any, k: Any, v: Any, own: Any, all_segments: Any, plan: _Plan) -> jax.Array:
+def _cudnn(q: Any, k: Any, v: Any, own: Any, all_segments: Any, kind: Any, plan: _Plan) -> jax.Array:
     chunk = max(_CHUNK, -(-q.shape[1] // _CUDNN_SECTIONS))
 
-    def attend(parts: Sequence[Part], *arrays: Any) -> jax.Array:
-        return cudnn_attention.attend(*arrays, parts=parts, mask=plan.mask, scale=plan.scale, chunk=chunk)
+    def attend(parts: Sequence[Part], mask: Mask, *arrays: Any) -> jax.Array:
+        return cudnn_attention.attend(*arrays, parts=parts, mask=mask, scale=plan.scale, chunk=chunk)
 
-    return plan.of_rank(attend, q, k, v, own, all_segments)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _chunked(q: Any, k: Any, v: Any, own: Any, all_segments: Any, plan: _Plan) -> jax.Array:
-    return _chunked_fwd(q, k, v, own, all_segments, plan)[0]
+    return plan.here(attend, kind, q, k, v, own, all_segments)
 
 
-def _chunked_fwd(q: Any, k: Any, v: Any, own: Any, all_segments: Any, plan: _Plan) -> tuple[Any, Any]:
-    def forward(parts: Sequence[Part], *arrays: Any) -> tuple[jax.Array, jax.Array]:
-        return chunked_attention.forward(*arrays, parts=parts, mask=plan.mask, scale=plan.scale, chunk=_CHUNK)
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _chunked(q: Any, k: Any, v: Any, own: Any, all_segments: Any, kind: Any, plan: _Plan) -> jax.Array:
+    return _chunked_fwd(q, k, v, own, all_segments, kind, plan)[0]
 
-    out, lse = plan.of_rank(forward, q, k, v, own, all_segments)
-    return out, (q, k, v, own, all_segments, out, lse)
+
+def _chunked_fwd(
+    q: Any, k: Any, v: Any, own: Any, all_segments: Any, kind: Any, plan: _Plan
+) -> tuple[Any, Any]:
+    def forward(parts: Sequence[Part], mask: Mask, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+        return chunked_attention.forward(
+            *arrays, parts=parts, mask=mask, scale=plan.scale, cap=plan.cap, chunk=_CHUNK
+        )
+
+    out, lse = plan.here(forward, kind, q, k, v, own, all_segments)
+    return out, (q, k, v, own, all_segments, out, lse, kind)
 
 
 def _chunked_bwd(plan: _Plan, residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
-    def backward(parts: Sequence[Part], *arrays: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def backward(parts: Sequence[Part], mask: Mask, *arrays: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         return chunked_attention.backward(
-            arrays[:-1], arrays[-1], parts=parts, mask=plan.mask, scale=plan.scale, chunk=_CHUNK
+            arrays[:-1], arrays[-1], parts=parts, mask=mask, scale=plan.scale, cap=plan.cap, chunk=_CHUNK
         )
 
-    dq, dk, dv = plan.of_rank(backward, *residuals, gradient)
-    return dq, dk.astype(residuals[1].dtype), dv.astype(residuals[2].dtype), None, None
+    *arrays, kind = residuals
+    dq, dk, dv = plan.here(backward, kind, *arrays, gradient)
+    return dq, dk.astype(residuals[1].dtype), dv.astype(residuals[2].dtype), None, None, None
 
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)

@@ -109,9 +109,16 @@ def rows(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, size, axis=axis)
 
 
-def _scores(q_bkgch: jax.Array, k_bklh: jax.Array, seen: jax.Array | None, scale: float) -> jax.Array:
+def _scores(
+    q_bkgch: jax.Array, k_bklh: jax.Array, seen: jax.Array | None, scale: float, cap: float | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Scores [b, k, g, c, l], and their derivative by what they were before the cap bent them (None: 1)."""
     s_bkgcl = scale * jnp.einsum("bkgch,bklh->bkgcl", q_bkgch, k_bklh, preferred_element_type=jnp.float32)
-    return s_bkgcl if seen is None else jnp.where(seen, s_bkgcl, _UNSEEN)
+    slope = None
+    if cap is not None:
+        bent = jnp.tanh(s_bkgcl / cap)
+        s_bkgcl, slope = cap * bent, 1 - bent * bent
+    return s_bkgcl if seen is None else jnp.where(seen, s_bkgcl, _UNSEEN), slope
 
 
 def section_seen(
@@ -201,8 +208,9 @@ def forward(
     mask: Mask,
     scale: float,
     chunk: int,
+    cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of query rows over all keys.
+    """Attention of query rows over all keys; a cap bends scores to cap * tanh(score / cap).
 
     Returns:
       The output [b, s, n, h] in the queries' type, and the log-sum-exp of each row's scores
@@ -216,7 +224,7 @@ def forward(
 
         def step(_: Any, index: Any, keys: _Keys = keys) -> tuple[Any, tuple[jax.Array, ...]]:
             row = keys.section.row + index * keys.section.size
-            s = _scores(rows(q, row, keys.section.size, 3), keys.k_bklh, keys.seen(index), scale)
+            s, _ = _scores(rows(q, row, keys.section.size, 3), keys.k_bklh, keys.seen(index), scale, cap)
             top = lax.stop_gradient(s.max(-1, keepdims=True))
             p = jnp.exp(s - top)
             total = p.sum(-1, keepdims=True)
@@ -239,6 +247,7 @@ def backward(
     mask: Mask,
     scale: float,
     chunk: int,
+    cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of queries, keys and values.
 
@@ -263,11 +272,12 @@ def backward(
         def step(sums: Any, index: Any, keys: _Keys = keys) -> tuple[Any, tuple[jax.Array, ...]]:
             row, size = keys.section.row + index * keys.section.size, keys.section.size
             q_c, do_c = rows(q, row, size, 3), rows(do, row, size, 3)
-            s = _scores(q_c, keys.k_bklh, keys.seen(index), scale)
+            s, slope = _scores(q_c, keys.k_bklh, keys.seen(index), scale, cap)
             p = jnp.exp(s - rows(lse_bkgs, row, size, 3)[..., None])
             product = {"preferred_element_type": jnp.float32}
             dp = jnp.einsum("bkgch,bklh->bkgcl", do_c, keys.v_bklh, **product)
             ds = p * (dp - rows(delta_bkgs, row, size, 3)[..., None]) * scale
+            ds = ds if slope is None else ds * slope
             p, ds = p.astype(q.dtype), ds.astype(q.dtype)
             dq = jnp.einsum("bkgcl,bklh->bkgch", ds, keys.k_bklh, **product).astype(q.dtype)
             dk_l = jnp.einsum("bkgcl,bkgch->bklh", ds, q_c, **product)

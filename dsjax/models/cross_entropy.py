@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ def linear_cross_entropy(
     vocab_size: int,
     dtype: Any = jnp.float32,
     chunk: int = 1024,
+    cap: float | None = None,
 ) -> jax.Array:
     """Sum over tokens of weight * -log softmax(hidden @ kernel)[target], float32 [].
 
@@ -45,8 +46,9 @@ def linear_cross_entropy(
       weights_bs: float32; a token of weight 0 adds nothing, whatever its hidden state is.
       dtype: type of the matrix products; softmax and sums are fp32.
       chunk: tokens of each device whose logits exist at a time.
+      cap: logits are bent to cap * tanh(logit / cap), in fp32; None: they are as they are.
     """
-    setting = _Setting.of(hidden_bsd.shape, kernel_dv, vocab_size, jnp.dtype(dtype), chunk)
+    setting = replace(_Setting.of(hidden_bsd.shape, kernel_dv, vocab_size, jnp.dtype(dtype), chunk), cap=cap)
     return _summed(hidden_bsd, kernel_dv, targets_bs, weights_bs.astype(jnp.float32), setting)
 
 
@@ -61,6 +63,7 @@ class _Setting:
       vocab_axes: mesh axes over which the kernel's columns are cut.
       scatter_axes: those along d over which the kernel's gradient leaves cut.
       kernel_dtype: of the kernel as it is given, and of its gradient.
+      cap: what logits stay below.
     """
 
     vocab_size: int
@@ -73,6 +76,7 @@ class _Setting:
     vocab_axes: tuple[str, ...] = ()
     scatter_axes: tuple[str, ...] = ()
     kernel_dtype: Any = None
+    cap: float | None = None
 
     @staticmethod
     def of(hidden: tuple[int, ...], kernel: jax.Array, vocab_size: int, dtype: Any, chunk: int) -> _Setting:
@@ -203,6 +207,10 @@ def _chunk(
     live_c = weights_c != 0
     hidden = jnp.where(live_c[:, None], hidden_cd, 0).astype(setting.dtype)
     logits_cv = jnp.dot(hidden, kernel_dv, preferred_element_type=jnp.float32)
+    slope_cv: Any = None
+    if setting.cap is not None:
+        bent_cv = jnp.tanh(logits_cv / setting.cap)
+        logits_cv, slope_cv = setting.cap * bent_cv, 1 - bent_cv * bent_cv
     if setting.padded:
         logits_cv = jnp.where(column_v < setting.vocab_size, logits_cv, _PADDING)
     top_c = logits_cv.max(-1)
@@ -222,6 +230,7 @@ def _chunk(
         return loss, None, None
     is_target_cv = column_v == targets_c[:, None]
     d_logits = (exp_cv / total_c[:, None] - is_target_cv) * (weights_c * setting.lift)[:, None]
+    d_logits = d_logits if slope_cv is None else d_logits * slope_cv
     d_logits = d_logits.astype(setting.dtype)
     d_hidden = jnp.einsum("cv,dv->cd", d_logits, kernel_dv, preferred_element_type=jnp.float32) / setting.lift
     d_kernel = jnp.einsum("cd,cv->dv", hidden, d_logits, preferred_element_type=jnp.float32)

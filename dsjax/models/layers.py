@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 from dsjax.mesh import Layout, constrain, current_layout, gathered
 
 __all__ = [
-    "Embedding", "GatedMLP", "Init", "Linear", "Matrix", "RMSNorm", "cut_axes",
+    "MLP", "Activation", "Embedding", "GatedMLP", "Init", "LayerNorm", "Linear", "Matrix", "RMSNorm", "cut_axes",
     "gather_sequence", "normal", "rms_norm", "xavier_uniform",
 ]  # fmt: skip
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+Activation = Callable[[jax.Array], jax.Array]
 
 
 def cut_axes(layout: Layout | None, name: str, extent: int) -> tuple[str, ...]:
@@ -69,21 +70,25 @@ class Matrix(nnx.Module):
 
 
 class Linear(Matrix):
-    """A projection from the last dimensions of its input to new ones, without bias.
+    """A projection from the last dimensions of its input to new ones; a bias, if it has one, begins as zeros.
 
     `dot_general`, if given, multiplies in place of `jax.lax.dot_general`.
     """
 
-    def __init__(self, inputs: Sequence[int], outputs: Sequence[int], *, init: Init, rngs: nnx.Rngs):
+    def __init__(
+        self, inputs: Sequence[int], outputs: Sequence[int], *, init: Init, bias: bool = False, rngs: nnx.Rngs
+    ):
         super().__init__(inputs, outputs, init=init, rngs=rngs)
         self.dot_general: Any = None
+        self.bias = nnx.Param(jnp.zeros(tuple(outputs), jnp.float32)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel[...]
         dtype = self.dtype or kernel.dtype
-        return _product(
+        y = _product(
             self.dot_general or jax.lax.dot_general, x.astype(dtype), kernel.astype(dtype), self.contracted
         )
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 def _product(dot_general: Any, x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
@@ -187,14 +192,44 @@ def _lookup(table_vd: jax.Array, tokens_bs: jax.Array, dtype: Any) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any = jnp.float32) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last dimension, inside in `dtype` (Zhang & Sennrich 2019)."""
+    """x / sqrt(mean(x^2) + eps) * scale over the scale's dimensions, inside in `dtype` (Zhang & Sennrich 2019)."""
     wide = x.astype(dtype)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, _last(scale.ndim), keepdims=True) + eps)
     return (wide * scale.astype(dtype)).astype(x.dtype)
 
 
+def _last(count: int) -> tuple[int, ...]:
+    return tuple(range(-count, 0))
+
+
 class RMSNorm(nnx.Module):
-    """`rms_norm` with a learned scale: of its input's type, fp32 inside unless its `dtype` says otherwise."""
+    """`rms_norm` with a learned scale: of its input's type, fp32 inside unless its `dtype` says otherwise.
+
+    Args:
+      features: of the dimension, or dimensions, over which is normalised.
+      offset: what is added to the scale that is learned, which begins at 1 - offset (Gemma: 1).
+    """
+
+    operator = "norm"
+
+    def __init__(self, features: int | tuple[int, ...], *, eps: float, offset: float = 0.0, rngs: nnx.Rngs):
+        self.eps, self.offset = eps, offset
+        self.dtype: Any = None
+        shape = (features,) if isinstance(features, int) else features
+        self.scale = nnx.Param(jnp.full(shape, 1 - offset, jnp.float32))
+
+    def __call__(self, x: jax.Array, prefix: str | None = None) -> jax.Array:
+        """x normalised; `prefix` is this layer's path where its scale is still cut over `fsdp`."""
+        scale = self.scale[...]
+        if prefix is not None:
+            scale = gathered({"scale": scale}, prefix)["scale"]
+        if self.offset:
+            scale = scale + self.offset
+        return rms_norm(x, scale, self.eps, self.dtype or jnp.float32)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + eps) * scale + bias over the last dimension (Ba et al. 2016); types as `RMSNorm`."""
 
     operator = "norm"
 
@@ -202,29 +237,66 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.dtype: Any = None
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32))
 
     def __call__(self, x: jax.Array, prefix: str | None = None) -> jax.Array:
-        """x normalised; `prefix` is this layer's path where its scale is still cut over `fsdp`."""
-        scale = self.scale[...]
-        if prefix is not None:
-            scale = gathered({"scale": scale}, prefix)["scale"]
-        return rms_norm(x, scale, self.eps, self.dtype or jnp.float32)
+        """x normalised; `prefix` is this layer's path where its parameters are still cut over `fsdp`."""
+        own = {"scale": self.scale[...], "bias": self.bias[...]}
+        own = own if prefix is None else gathered(own, prefix)
+        dtype = self.dtype or jnp.float32
+        wide = x.astype(dtype)
+        wide = wide - jnp.mean(wide, -1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
+        return (wide * own["scale"].astype(dtype) + own["bias"].astype(dtype)).astype(x.dtype)
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)): SwiGLU (Shazeer 2020).
+    """down(activation(gate(x)) * up(x)): SwiGLU and its like (Shazeer 2020).
 
     Args:
       init: (inputs, outputs) -> initialiser of a matrix of that size.
     """
 
-    def __init__(self, features: int, hidden: int, *, init: Callable[[int, int], Init], rngs: nnx.Rngs):
-        self.gate_proj = Linear((features,), (hidden,), init=init(features, hidden), rngs=rngs)
-        self.up_proj = Linear((features,), (hidden,), init=init(features, hidden), rngs=rngs)
-        self.down_proj = Linear((hidden,), (features,), init=init(hidden, features), rngs=rngs)
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        init: Callable[[int, int], Init],
+        activation: Activation = jax.nn.silu,
+        bias: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        self.activation = activation
+        self.gate_proj = Linear((features,), (hidden,), init=init(features, hidden), bias=bias, rngs=rngs)
+        self.up_proj = Linear((features,), (hidden,), init=init(features, hidden), bias=bias, rngs=rngs)
+        self.down_proj = Linear((hidden,), (features,), init=init(hidden, features), bias=bias, rngs=rngs)
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
         x = _flat(x_bsd)
         gate, up = (constrain(y, "batch", "sequence", "mlp") for y in (self.gate_proj(x), self.up_proj(x)))
-        hidden = constrain(jax.nn.silu(gate) * up, "batch", "sequence", "columns")
+        hidden = constrain(self.activation(gate) * up, "batch", "sequence", "columns")
+        return self.down_proj(hidden).reshape(x_bsd.shape)
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x))). Args: as `GatedMLP`."""
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        init: Callable[[int, int], Init],
+        activation: Activation,
+        bias: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        self.activation = activation
+        self.up_proj = Linear((features,), (hidden,), init=init(features, hidden), bias=bias, rngs=rngs)
+        self.down_proj = Linear((hidden,), (features,), init=init(hidden, features), bias=bias, rngs=rngs)
+
+    def __call__(self, x_bsd: jax.Array) -> jax.Array:
+        up = constrain(self.up_proj(_flat(x_bsd)), "batch", "sequence", "mlp")
+        hidden = constrain(self.activation(up), "batch", "sequence", "columns")
         return self.down_proj(hidden).reshape(x_bsd.shape)

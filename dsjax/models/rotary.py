@@ -102,9 +102,7 @@ def inverse_frequencies(
     if kind == "llama3":
         return _llama3(base, scaling, original).astype(np.float32), 1.0
     if kind == "yarn":
-        given = scaling.get("original_max_position_embeddings")
-        factor = max_positions / given if given else scaling["factor"]
-        frequencies, attention = _yarn(base, head_dim, theta, scaling, original, factor)
+        frequencies, attention = _yarn(base, head_dim, theta, scaling, original, scaling["factor"])
         return frequencies.astype(np.float32), attention
     return base.astype(np.float32), 1.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 
@@ -36,19 +36,42 @@ class Stages:
     gathers: bool = False
 
 
+class LayerKind(nnx.Variable):
+    """int32 []: which of a few ways of computing this layer takes, where layers of one stack differ in no shape.
+
+    Stacked like the parameters, so it goes wherever its layer goes. Nothing changes it.
+    """
+
+
+class Where(NamedTuple):
+    """What the parts of a decoder need to know of a batch besides their input.
+
+    Attributes:
+      ropes: cosine and sine of each kind of rotary positions that the model has.
+      segment_ids_bs: int32, a token's document; attention stays within it. None: rows are one document.
+      zigzag: the columns lie in `zigzag_order` over the mesh's `context` axis.
+      positions_bs: int32, a token's place in its document, where they are looked up in a table; else None.
+    """
+
+    ropes: tuple[Any, ...]
+    segment_ids_bs: Any = None
+    zigzag: bool = False
+    positions_bs: Any = None
+
+
 @dataclass(frozen=True)
 class Trunk:
     """A language model without its loss, in the pieces that `Stages` is made of.
 
     Attributes:
-      where: ``where(positions_bs, segment_ids_bs, zigzag) -> Any``: what layers need besides their input.
-      embed: ``embed(model, tokens_bs) -> x_bsd``.
+      where: ``where(positions_bs, segment_ids_bs, zigzag) -> Any``: what the others need besides their input.
+      embed: ``embed(model, tokens_bs, where) -> x_bsd``.
       layer: ``layer(layer, x_bsd, where) -> x_bsd``.
       norm: ``norm(model, x_bsd) -> hidden_bsd``.
     """
 
     where: Callable[[Any, Any, bool], Any]
-    embed: Callable[[Any, Any], Any]
+    embed: Callable[[Any, Any, Any], Any]
     layer: Callable[[Any, Any, Any], Any]
     norm: Callable[[Any, Any], Any]
 
@@ -68,6 +91,7 @@ class ModelSpec:
       remat_by_layer: it recomputes layer by layer itself.
       trunk: the pieces of a language model whose layers can be shared out over a pipeline.
       stages: those of a user's model, loss and all.
+      family: the config of a model of ours, a `dsjax.models.families.FamilyConfig`; None for a user's.
     """
 
     init: Callable[[nnx.Rngs], nnx.Module]
@@ -80,3 +104,4 @@ class ModelSpec:
     remat_by_layer: bool = False
     trunk: Trunk | None = None
     stages: Stages | None = None
+    family: Any = None

@@ -22,6 +22,7 @@ from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves
 from dsjax.mesh.axes import SHARD_AXES
 from dsjax.mesh.layout import axes_of_entry
 from dsjax.models import ModelSpec, Stages, build
+from dsjax.models.families.llama import LlamaConfig
 from dsjax.plan.compiled import check_mesh
 from dsjax.precision import compute_dtype
 from dsjax.train.assemble import check_batch
@@ -185,7 +186,7 @@ def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
     check_batch(config, over)
     abstract = nnx.eval_shape(lambda: model.init(nnx.Rngs(0)))
     params = nnx.state(abstract, nnx.Param)
-    sizes = _sizes(params)
+    sizes = _sizes(model)
     stacking = _stacking(config, model, abstract, over)
     layout: Any = Layout(over, model.param_axes, stacked=stacking.path if stacking else None)
     layout.check(params)
@@ -231,18 +232,16 @@ def _costs(config: Config, model: ModelSpec, stages: Stages) -> Costs | None:
     return _known_costs[key]
 
 
-def _sizes(params: Any) -> Sizes:
-    shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
-    try:
-        layers, hidden, heads, head = shapes["layers/attention/q_proj/kernel"]
-        feed_forward = shapes["layers/mlp/gate_proj/kernel"][-1]
-        kv_heads = shapes["layers/attention/k_proj/kernel"][-2]
-        vocabulary = shapes["embed/embedding"][0]
-    except KeyError:
+def _sizes(model: ModelSpec) -> Sizes:
+    llama = model.family
+    if not isinstance(llama, LlamaConfig) or llama.attention_bias or llama.mlp_bias:
         raise ConfigError(
-            "model.kind: there are formulas for the Llama family only; other models are compiled"
-        ) from None
-    return Sizes(layers, hidden, feed_forward, heads, kv_heads, head, vocabulary, "head/kernel" not in shapes)
+            "model.kind: there are formulas for the Llama family only (no biases); other models are compiled"
+        )
+    return Sizes(
+        llama.num_hidden_layers, llama.hidden_size, llama.intermediate_size, llama.num_attention_heads,
+        llama.kv_heads, llama.head_size, llama.padded_vocab, llama.tie_word_embeddings,
+    )  # fmt: skip
 
 
 def _state_bytes(config: Config, layout: Any, params: Any) -> tuple[int, int]:

@@ -67,7 +67,9 @@ def next_logits(model: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden = model.hidden(tokens, positions_bs=positions, segment_ids_bs=jnp.ones_like(tokens))
     last = hidden[0, length - 1].astype(jnp.float32)
-    return (last @ model.unembedding().astype(jnp.float32))[: model.vocab_size]
+    logits = (last @ model.unembedding().astype(jnp.float32))[: model.vocab_size]
+    cap = getattr(model, "logit_cap", None)
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def without_stages(program: Program, state: State) -> tuple[Program, State]:

@@ -68,7 +68,7 @@ def language_model_stages(trunk: Trunk, chunk: int, remat: str = "none") -> Stag
             return trunk.layer(layer, x, batch["where"])
 
     return Stages(
-        embed=lambda model, batch: trunk.embed(model, batch["tokens"]),
+        embed=lambda model, batch: trunk.embed(model, batch["tokens"], batch["where"]),
         layer=layer,
         head=lambda model, x, batch: _of_hidden(model, trunk.norm(model, x), batch, chunk),
         prepare=prepare,
@@ -98,6 +98,7 @@ def _of_hidden(model: Any, hidden: Any, batch: Mapping[str, Any], chunk: int) ->
         vocab_size=model.vocab_size,
         dtype=model.head_dtype or hidden.dtype,
         chunk=chunk,
+        cap=getattr(model, "logit_cap", None),
     )
     return total, jnp.sum(batch["weights"])
 

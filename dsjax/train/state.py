@@ -14,6 +14,7 @@ from flax import nnx
 from dsjax.config.precision import LossScaleConfig, StabilityConfig
 from dsjax.faults import Wrong
 from dsjax.mesh import named_leaves
+from dsjax.models.spec import LayerKind
 from dsjax.precision.delayed import is_history
 from dsjax.precision.loss_scale import first_scale
 from dsjax.stability.clip import first_history, parts_of
@@ -138,7 +139,8 @@ def each_its_own(tree: Any, replicas: int) -> Any:
 
 def statistics(model_state: nnx.State) -> list[nnx.Variable]:
     """What a model gathers from the examples it sees (BatchNorm's averages): not parameters, not random streams."""
-    return [v for _, v in model_state.flat_state() if not isinstance(v, nnx.RngState | nnx.Param)]
+    fixed = nnx.RngState | nnx.Param | LayerKind
+    return [v for _, v in model_state.flat_state() if not isinstance(v, fixed)]
 
 
 def means(model_state: nnx.State) -> list[nnx.Variable]:

@@ -1,0 +1,189 @@
+"""A causal language model of any family: embedding, a stack of layers, last norm, head.
+
+A family says in a `Frame` what its layers are and in what else it differs.
+
+Letters of shapes: b batch, s sequence, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsjax.mesh import constrain, current_layout, gathered, zigzag_order
+from dsjax.models.layers import Embedding, Init, Matrix
+from dsjax.models.rotary import Rotary
+from dsjax.models.spec import LayerKind, Trunk, Where
+from dsjax.models.stack import run_stacked, stacked
+
+# Rows of tables (vocabulary, positions) are padded to a multiple of this, so that they divide over any mesh.
+_ROWS_MULTIPLE = 128
+
+
+def padded(rows: int) -> int:
+    """Rows of a table with its padding."""
+    return -(-rows // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a family chooses of a decoder.
+
+    Attributes:
+      layer: makes one layer, called with (x_bsd, `Where`).
+      norm: makes the last norm.
+      init: draws embedding, table of positions and head.
+      tied: the head is the embedding's transpose.
+      rotary: each kind of rotary positions that layers take.
+      positions: rows of a learned table of positions; None: there is none.
+      kinds: of each layer, where layers differ in how they compute (`LayerKind`).
+      embed_scale: factor on embeddings, rounded to their type.
+      logit_cap: logits are cap * tanh(logits / cap).
+      dropout: of the first layer's input.
+      dense_layers, dense_layer: layers of another shape before the others, which return x alone.
+      adds: names of the metrics of layers that return (x, what they add to the loss, metrics) with each metric as
+        (sum, weight); None: they return x alone.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    layer: Callable[[nnx.Rngs], nnx.Module]
+    norm: Callable[[nnx.Rngs], nnx.Module]
+    init: Init
+    tied: bool = False
+    rotary: tuple[Rotary, ...] = ()
+    positions: int | None = None
+    kinds: tuple[int, ...] | None = None
+    embed_scale: float | None = None
+    logit_cap: float | None = None
+    dropout: float = 0.0
+    dense_layers: int = 0
+    dense_layer: Callable[[nnx.Rngs], nnx.Module] | None = None
+    adds: tuple[str, ...] | None = None
+
+    def where(self, positions_bs: Any, segment_ids_bs: Any, zigzag: bool) -> Where:
+        """What the model's parts need besides their input (see `Trunk.where`)."""
+        ropes = tuple(rotary.tables(positions_bs) for rotary in self.rotary)
+        return Where(ropes, segment_ids_bs, zigzag, None if self.positions is None else positions_bs)
+
+    @property
+    def trunk(self) -> Trunk:
+        """The model's pieces, for a pipeline."""
+        return Trunk(
+            where=self.where,
+            embed=lambda model, tokens, where: model.embedded(tokens, where),
+            layer=lambda layer, x, where: layer(x, where),
+            norm=lambda model, x: model.norm(x, "norm"),
+        )
+
+
+class Decoder(nnx.Module):
+    """A causal language model.
+
+    Args:
+      frame: the family's choices.
+      remat, unroll: how the stack of layers runs (see `dsjax.models.stack`); on a mesh of several devices it
+        always loops.
+    """
+
+    def __init__(self, frame: Frame, *, remat: str = "none", unroll: bool = False, rngs: nnx.Rngs):
+        self.remat, self.unroll, self.frame = remat, unroll, frame
+        self.vocab_size, self.logit_cap = frame.vocab_size, frame.logit_cap
+        d, rows = frame.hidden_size, padded(frame.vocab_size)
+        self.embed = Embedding(rows, d, init=frame.init, rngs=rngs)
+        table = frame.positions and padded(frame.positions)
+        self.positions = Embedding(table, d, init=frame.init, rngs=rngs) if table else None
+        self.dropout = nnx.Dropout(frame.dropout, rngs=rngs) if frame.dropout else None
+        dense = frame.dense_layer
+        self.dense_layers = stacked(dense, frame.dense_layers, rngs) if dense and frame.dense_layers else None
+        self.layers = stacked(frame.layer, frame.layers, rngs)
+        for _, variable in nnx.iter_graph(self.layers):
+            if isinstance(variable, LayerKind):
+                variable[...] = jnp.asarray(frame.kinds, jnp.int32)
+        self.norm = frame.norm(rngs)
+        self.head = None if frame.tied else Matrix((d,), (rows,), init=frame.init, rngs=rngs)
+
+    def embedded(self, tokens_bs: jax.Array, where: Where) -> jax.Array:
+        """The input [b, s, d] of the stack `layers` for int32 tokens."""
+        x_bsd = self.embed(tokens_bs)
+        if self.frame.embed_scale is not None:
+            x_bsd = x_bsd * jnp.asarray(self.frame.embed_scale, x_bsd.dtype)
+        if self.positions is not None:
+            x_bsd = x_bsd + self.positions(jnp.broadcast_to(where.positions_bs, tokens_bs.shape))
+        x_bsd = x_bsd if self.dropout is None else self.dropout(x_bsd)
+        x_bsd = constrain(x_bsd, "batch", "residual", "embed")
+        if self.dense_layers is None:
+            return x_bsd
+        return self._through(self.dense_layers, "dense_layers", x_bsd, lambda layer, x: layer(x, where))
+
+    def _through(self, stack: nnx.Module, prefix: str, x: Any, call: Callable[[Any, Any], Any]) -> Any:
+        layout = current_layout()
+        unroll = self.unroll and (layout is None or layout.alone)
+        return run_stacked(stack, x, call, prefix=prefix, remat=self.remat, unroll=unroll)
+
+    def outputs(
+        self,
+        tokens_bs: jax.Array,
+        *,
+        positions_bs: jax.Array | None = None,
+        segment_ids_bs: jax.Array | None = None,
+        zigzag: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None, dict[str, Any]]:
+        """(`hidden`, what the layers add to the loss, their metrics); None and {} where they add nothing."""
+        if positions_bs is None:
+            layout, length = current_layout(), tokens_bs.shape[1]
+            order = zigzag_order(length, layout.axis_size("context")) if zigzag and layout else range(length)
+            positions_bs = jnp.asarray(order)[None]
+        where = self.frame.where(positions_bs, segment_ids_bs, zigzag)
+        x_bsd = self.embedded(tokens_bs, where)
+        if self.frame.adds is None:
+            x_bsd = self._through(self.layers, "layers", x_bsd, lambda layer, x: layer(x, where))
+            return self.norm(x_bsd, "norm"), None, {}
+
+        def call(layer: Any, carry: Any) -> Any:
+            x, loss, metrics = carry
+            x, more, named = layer(x, where)
+            return x, loss + more, jax.tree.map(jnp.add, metrics, named)
+
+        nothing = jnp.zeros((), jnp.float32)
+        start = (x_bsd, nothing, dict.fromkeys(self.frame.adds, (nothing, nothing)))
+        x_bsd, loss, metrics = self._through(self.layers, "layers", start, call)
+        return self.norm(x_bsd, "norm"), loss, metrics
+
+    def hidden(self, tokens_bs: jax.Array, **where: Any) -> jax.Array:
+        """States [b, s, d] after the last norm, in the compute type.
+
+        Args:
+          tokens_bs: int32.
+          positions_bs: int32, a token's place in its document; default 0, 1, ...
+          segment_ids_bs: int32, a token's document; attention stays within it.
+          zigzag: the columns lie in `zigzag_order` over the mesh's `context` axis.
+        """
+        return self.outputs(tokens_bs, **where)[0]
+
+    @property
+    def head_dtype(self) -> Any:
+        """The type in which the head multiplies; None: that of its input."""
+        return self.embed.dtype if self.head is None else self.head.dtype
+
+    def unembedding(self) -> jax.Array:
+        """The head [d, padded vocabulary], gathered over `fsdp`; the embedding's transpose if tied."""
+        if self.head is None:
+            return self.embed.table("embed").T
+        return gathered({"kernel": self.head.kernel[...]}, "head")["kernel"]
+
+    def __call__(self, tokens_bs: jax.Array, **where: Any) -> jax.Array:
+        """Logits, float32 [b, s, vocab_size]; keyword arguments as for `hidden`."""
+        hidden_bsd = self.hidden(tokens_bs, **where)
+        dtype = self.head_dtype or hidden_bsd.dtype
+        kernel = self.unembedding().astype(dtype)
+        logits = jnp.dot(hidden_bsd.astype(dtype), kernel, preferred_element_type=jnp.float32)
+        if self.logit_cap is not None:
+            logits = self.logit_cap * jnp.tanh(logits / self.logit_cap)
+        return constrain(logits, "batch", "sequence", "vocab")[..., : self.vocab_size]
