@@ -1,74 +1,154 @@
-"""Makes llama.npz: a tiny Llama's weights and the logits that Hugging Face transformers computes from them.
+"""Makes fixtures/: tiny models of Hugging Face transformers with random weights, and what it computes from them.
+
+Each is a directory as `save_pretrained` writes it (config.json, model.safetensors) and expected.npz beside it: tokens,
+logits, and for the first of each family the gradients of the mean next-token cross-entropy.
 
 Run by hand, where torch and transformers are installed (they are not needed to run the tests):
 
-    pip install torch transformers && python tests/models/make_fixtures.py
+    pip install torch==2.13.0 transformers==5.24.0 && python tests/models/make_fixtures.py [FAMILY...]
 """
 
 from __future__ import annotations
 
-import json
+import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+FIXTURES = Path(__file__).parent / "fixtures"
+LENGTH = 24
 SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "intermediate_size": 48,
+    "vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 24,
     "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
-}
+}  # fmt: skip
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-CASES = {
-    "default": {},
-    "llama3_tied": {"rope_scaling": LLAMA3, "tie_word_embeddings": True},
-    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}},
-}
-LENGTH = 40
+YARN = {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 8}
+PLAIN = {"rope_type": "default"}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+FULL, NEAR = "full_attention", "sliding_attention"
+GPT2 = {"vocab_size": 97, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 40, "attn_pdrop": 0.0}
+
+# family -> case -> fields besides SIZES; the first case of each has gradients too.
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "plain": {"num_key_value_heads": 2, "rms_norm_eps": 1e-3, "head_dim": 6},
+        "llama3-tied": {"num_key_value_heads": 1, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+        "linear-biases": {"attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR},
+        "dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16, "vocab_size": 128},
+        "yarn": {"rope_parameters": YARN, "num_key_value_heads": 2},
+    },
+    "mistral": {
+        "window": {"num_key_value_heads": 1, "sliding_window": 5, "head_dim": 6},
+        "whole-tied": {"num_key_value_heads": 4, "sliding_window": None, "tie_word_embeddings": True},
+        "yarn": {"num_key_value_heads": 2, "sliding_window": 7, "rope_parameters": YARN},
+    },
+    "qwen2": {
+        "plain": {"num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_parameters": {**PLAIN, "rope_theta": 1e6}},
+        "windows-tied": {
+            "num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+        "types-yarn": {
+            "num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 3,
+            "layer_types": [NEAR, FULL, NEAR], "rope_parameters": {**YARN, "truncate": False, "beta_fast": 16.0},
+        },
+    },
+    "qwen3": {
+        "plain": {"num_key_value_heads": 2, "head_dim": 6},
+        "biases-tied": {"num_key_value_heads": 1, "head_dim": 4, "attention_bias": True, "tie_word_embeddings": True},
+        "windows": {
+            "num_key_value_heads": 4, "head_dim": 10, "use_sliding_window": True, "sliding_window": 4,
+            "max_window_layers": 2, "rope_parameters": LINEAR,
+        },
+    },
+    "gemma2": {
+        "capped": {
+            "num_key_value_heads": 2, "head_dim": 6, "sliding_window": 5, "query_pre_attn_scalar": 13,
+            "attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0,
+        },
+        "plain": {"num_key_value_heads": 1, "head_dim": 4, "sliding_window": 7, "rms_norm_eps": 1e-4},
+        "uncapped-untied": {
+            "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 4, "tie_word_embeddings": False,
+            "attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": [FULL, NEAR, NEAR],
+            "attention_bias": True, "rope_parameters": LINEAR,
+        },
+    },
+    "gemma3_text": {
+        "pattern": {
+            "num_key_value_heads": 2, "head_dim": 6, "sliding_window": 5, "sliding_window_pattern": 3,
+            "num_hidden_layers": 4, "query_pre_attn_scalar": 9,
+        },
+        "scaled": {
+            "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 6, "layer_types": [FULL, NEAR, FULL],
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": {FULL: {**LINEAR, "rope_theta": 5e4}, NEAR: {**PLAIN, "rope_theta": 300.0}},
+        },
+        "near-alone": {"num_key_value_heads": 4, "head_dim": 4, "sliding_window": 4, "tie_word_embeddings": False},
+    },
+    "gpt2": {
+        "plain": {},
+        "wide-untied": {"n_inner": 24, "activation_function": "gelu", "tie_word_embeddings": False, "resid_pdrop": 0.0},
+        "unscaled": {"scale_attn_weights": False, "layer_norm_epsilon": 1e-3, "activation_function": "relu"},
+    },
+    "olmo2": {
+        "plain": {"num_key_value_heads": 2},
+        "tied": {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+        "biases": {"num_key_value_heads": 1, "attention_bias": True, "rms_norm_eps": 1e-3, "rope_parameters": YARN},
+    },
+    "starcoder2": {
+        "plain": {"num_key_value_heads": 2, "sliding_window": 5},
+        "no-biases": {"num_key_value_heads": 1, "use_bias": False, "tie_word_embeddings": False},
+    },
+}  # fmt: skip
+
+
+def drawn(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generator) -> np.ndarray:
+    """Weights with which every part of the model tells in its logits."""
+    centre, scale = 0.0, 0.3
+    if "norm" in name or ".ln_" in name:
+        centre, scale = (0.0 if family.startswith("gemma") or name.endswith("bias") else 1.0), 0.1
+    return rng.normal(centre, scale, shape).astype(np.float32)
+
+
+def make(family: str, case: str, fields: dict[str, Any], gradients: bool) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = GPT2 if family == "gpt2" else SIZES
+    config = AutoConfig.for_model(family, **{**sizes, **fields})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    rng = np.random.default_rng(len(family) + len(case))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.copy_(torch.tensor(drawn(name, tuple(value.shape), family, rng)))
+    # Not the first few: torch gives the vector of a padding token no gradient.
+    tokens = torch.tensor(rng.integers(3, config.vocab_size, (2, LENGTH)))
+    logits = model(tokens).logits
+    saved = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.detach().numpy()}
+    if gradients:
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        saved["loss"] = loss.detach().numpy()
+        saved |= {f"gradient/{name}": value.grad.numpy() for name, value in model.named_parameters()}
+    path = FIXTURES / f"{family}-{case}"
+    shutil.rmtree(path, ignore_errors=True)
+    model.save_pretrained(path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    np.savez_compressed(path / "expected.npz", **saved)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    print(f"{path.name}: {size / 1024:.0f} KiB, logits up to {np.abs(saved['logits']).max():.2f}")
 
 
 def main() -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(0, SIZES["vocab_size"], (1, LENGTH))
-    saved: dict[str, np.ndarray] = {"tokens": tokens.astype(np.int32)}
-    weights: dict[str, torch.Tensor] = {}
-    for name, case in CASES.items():
-        settings = {**SIZES, **case}
-        scaling = dict(settings.pop("rope_scaling", {"rope_type": "default"}))
-        scaling["rope_theta"] = settings.pop("rope_theta")
-        model = LlamaForCausalLM(
-            LlamaConfig(**settings, rope_parameters=scaling, attn_implementation="eager")
-        )
-        model.eval()
-        if not weights:
-            for key, value in model.state_dict().items():
-                scale = 0.1 if "norm" in key else 0.5
-                drawn = draw.normal(1.0 if "norm" in key else 0.0, scale, tuple(value.shape))
-                weights[key] = torch.tensor(drawn.astype(np.float16).astype(np.float32))
-            saved |= {f"weights/{k}": v.numpy().astype(np.float16) for k, v in weights.items()}
-        tied = case.get("tie_word_embeddings")
-        head = {"lm_head.weight": weights["model.embed_tokens.weight"]} if tied else {}
-        model.load_state_dict({**weights, **head}, strict=True)
-        with torch.no_grad():
-            saved[f"logits/{name}"] = model(torch.tensor(tokens)).logits[0].numpy()
-    saved["cases"] = np.array(json.dumps({name: {**SIZES, **case} for name, case in CASES.items()}))
-    path = Path(__file__).parent / "llama.npz"
-    np.savez_compressed(path, **saved)
-    print(path, path.stat().st_size, "bytes")
+    for family in sys.argv[1:] or CASES:
+        for case, fields in CASES[family].items():
+            make(family, case, fields, gradients=case == next(iter(CASES[family])))
 
 
 if __name__ == "__main__":

@@ -151,6 +151,12 @@ class TransformerConfig(FamilyConfig):
         "attention/k_norm": "self_attn.k_norm",
     }
     """A layer's norms -> what they are called in a saved model."""
+    feed_forward: ClassVar[Mapping[str, str]] = {
+        "gate_proj": "mlp.gate_proj",
+        "up_proj": "mlp.up_proj",
+        "down_proj": "mlp.down_proj",
+    }
+    """The same of the matrices of its feed-forward part."""
 
     # ---- what the fields come to -----------------------------------------------------------------
 
@@ -274,22 +280,24 @@ class TransformerConfig(FamilyConfig):
         vocabulary = {"v": self.vocab_size}
         return [
             Entry("embed/embedding", "model.embed_tokens.weight", "v d", vocabulary),
-            Entry("norm/scale", "model.norm.weight", "d"),
             Entry("head/kernel", "lm_head.weight", "d v -> v d", vocabulary),
+            Entry("norm/scale", "model.norm.weight", "d"),
+            Entry("norm/bias", "model.norm.bias", "d"),
             *(of_layer(f"{ours}/scale", f"{theirs}.weight", "d") for ours, theirs in self.norms.items()),
-            *itertools.chain.from_iterable(
-                linear(f"attention/{x}_proj", f"self_attn.{x}_proj", "d n h -> (n h) d", "n h -> (n h)")
-                for x in "qkv"
-            ),
+            *(of_layer(f"{ours}/bias", f"{theirs}.bias", "d") for ours, theirs in self.norms.items()),
+            *linear("attention/q_proj", "self_attn.q_proj", "d n h -> (n h) d", "n h -> (n h)"),
+            *linear("attention/k_proj", "self_attn.k_proj", "d n h -> (n h) d", "n h -> (n h)"),
+            *linear("attention/v_proj", "self_attn.v_proj", "d n h -> (n h) d", "n h -> (n h)"),
             *linear("attention/o_proj", "self_attn.o_proj", "n h d -> d (n h)", "d"),
             *itertools.chain.from_iterable(
-                linear(f"mlp/{x}_proj", f"mlp.{x}_proj", "d m -> m d", "m") for x in ("gate", "up", "down")
+                linear(f"mlp/{ours}", theirs, "d m -> m d", "m") for ours, theirs in self.feed_forward.items()
             ),
         ]
 
     def flops_per_token(self, length: int) -> float:
         q, kv = self.num_attention_heads * self.head_size, self.kv_heads * self.head_size
-        layer = 2 * self.hidden_size * (q + kv) + 3 * self.hidden_size * self.intermediate_size
+        layer = 2 * self.hidden_size * (q + kv)
+        layer += len(self.feed_forward) * self.hidden_size * self.intermediate_size
         matrices = self.num_hidden_layers * layer + self.hidden_size * self.vocab_size
         return 6.0 * matrices + 12.0 * q * sum(seen(width, length) for width in self.layer_windows())
 
@@ -298,6 +306,7 @@ PARAM_AXES: Axes = {
     "embed/embedding": ("vocab", "embed"),
     "layers/attention/[qk]_norm/scale": ("layers", "head_dim"),
     "layers/*_norm/scale": ("layers", "embed"),
+    "layers/*_norm/bias": ("layers", "embed"),
     "layers/attention/q_proj/kernel": ("layers", "embed", "heads", "head_dim"),
     "layers/attention/[kv]_proj/kernel": ("layers", "embed", "kv_heads", "head_dim"),
     "layers/attention/o_proj/kernel": ("layers", "heads", "head_dim", "embed"),
@@ -311,6 +320,7 @@ PARAM_AXES: Axes = {
     "layers/mlp/up_proj/bias": ("layers", "mlp"),
     "layers/mlp/down_proj/bias": ("layers", "embed"),
     "norm/scale": ("embed",),
+    "norm/bias": ("embed",),
     "head/kernel": ("embed", "vocab"),
 }
 

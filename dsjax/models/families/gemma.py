@@ -89,6 +89,7 @@ class Gemma3TextConfig(Gemma2Config):
     """Gemma 3's text model: norms of queries and keys; layers with a window have rotary positions of their own."""
 
     model_type: ClassVar[str] = "gemma3_text"
+    renamed: ClassVar[Mapping[str, str]] = {"_sliding_window_pattern": "sliding_window_pattern"}
 
     final_logit_softcapping: PositiveFloat | None = None
     attn_logit_softcapping: Annotated[None, Takes("null")] = None  # type: ignore[assignment]

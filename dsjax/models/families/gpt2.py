@@ -95,12 +95,7 @@ class GPT2Config(FamilyConfig):
         )  # fmt: skip
 
     def axes(self) -> Axes:
-        return {
-            **PARAM_AXES,
-            "positions/embedding": ("vocab", "embed"),
-            "layers/*_norm/bias": ("layers", "embed"),
-            "norm/bias": ("embed",),
-        }
+        return {**PARAM_AXES, "positions/embedding": ("vocab", "embed")}
 
     def entries(self) -> list[Entry]:
         d, layer = self.n_embd, "transformer.h.{layer}"
