@@ -63,12 +63,16 @@ def language_model_stages(trunk: Trunk, chunk: int, remat: str = "none") -> Stag
             "where": trunk.where(batch["positions"], batch["segment_ids"], zigzag),
         }
 
+    def embed(model: Any, batch: Mapping[str, Any]) -> Any:
+        with sequence_positions(batch["order"]):
+            return trunk.embed(model, batch["tokens"], batch["where"])
+
     def layer(layer: Any, x: Any, batch: Mapping[str, Any]) -> Any:
         with sequence_positions(batch["order"]):
             return trunk.layer(layer, x, batch["where"])
 
     return Stages(
-        embed=lambda model, batch: trunk.embed(model, batch["tokens"], batch["where"]),
+        embed=embed,
         layer=layer,
         head=lambda model, x, batch: _of_hidden(model, trunk.norm(model, x), batch, chunk),
         prepare=prepare,

@@ -35,7 +35,13 @@ def documents(rows: int, length: int) -> jax.Array:
 
 
 def plain(
-    q: Any, k: Any, v: Any, segments: Any = None, causal: bool = True, window: int | None = None
+    q: Any,
+    k: Any,
+    v: Any,
+    segments: Any = None,
+    causal: bool = True,
+    window: int | None = None,
+    cap: Any = None,
 ) -> jax.Array:
     """The definition, with the whole score matrix."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -50,6 +56,7 @@ def plain(
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
     scores = jnp.einsum("bsnh,blnh->bnsl", q, k) / math.sqrt(q.shape[-1])
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     p = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), -1)
     return jnp.einsum("bnsl,blnh->bsnh", p, v)
 
@@ -70,14 +77,17 @@ def assert_same(got: Any, expected: Any, tolerance: float = 2e-6) -> None:
 
 @pytest.mark.parametrize("length", [1, 300])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("causal, window", [(True, None), (True, 50), (False, None), (False, 9)])
+@pytest.mark.parametrize(
+    "causal, window, cap",
+    [(True, None, None), (True, 50, None), (False, None, 0.5), (False, 9, None), (True, 50, 1.5)],
+)
 def test_chunked_attention_equals_its_definition(
-    length: int, packed: bool, causal: bool, window: int | None
+    length: int, packed: bool, causal: bool, window: int | None, cap: float | None
 ) -> None:
     q, k, v, weight = inputs(2, length, kv_heads=2)
     segments = documents(2, length) if packed else None
-    ours = partial(attention, segment_ids_bs=segments, causal=causal, window=window)
-    expected = partial(plain, segments=segments, causal=causal, window=window)
+    ours = partial(attention, segment_ids_bs=segments, causal=causal, window=window, cap=cap)
+    expected = partial(plain, segments=segments, causal=causal, window=window, cap=cap)
     assert_same(with_gradients(ours, q, k, v, weight), with_gradients(expected, q, k, v, weight))
 
 
@@ -100,6 +110,23 @@ def test_every_layout_gives_the_same(name: str, zigzag: bool) -> None:
     order = zigzag_order(length, ranks) if zigzag else np.arange(length)
     with use_layout(layout(name)):
         ours = partial(attention, segment_ids_bs=segments[:, order], zigzag=zigzag, window=30)
+        got = with_gradients(ours, *(x[:, order] for x in (q, k, v, weight)))
+    assert_same([x[:, np.argsort(order)] for x in got], expected)
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_the_kind_of_a_layer_picks_its_window_on_every_layout(name: str, kind: int) -> None:
+    length, windows = 48, (30, None, 5)
+    q, k, v, weight = inputs(8, length)
+    segments = documents(8, length)
+    expected = with_gradients(
+        partial(plain, segments=segments, window=windows[kind], cap=1.5), q, k, v, weight
+    )
+    order = zigzag_order(length, MESHES[name].get("context", 1))
+    with use_layout(layout(name)):
+        ours = partial(attention, segment_ids_bs=segments[:, order], zigzag=True, window=windows, cap=1.5)
+        ours = jax.jit(partial(ours, kind=jnp.asarray(kind)))
         got = with_gradients(ours, *(x[:, order] for x in (q, k, v, weight)))
     assert_same([x[:, np.argsort(order)] for x in got], expected)
 

@@ -32,15 +32,16 @@ def arrays() -> tuple[jax.Array, ...]:
     )
 
 
-def plain(hidden: Any, kernel: Any, targets: Any, weights: Any) -> jax.Array:
+def plain(hidden: Any, kernel: Any, targets: Any, weights: Any, cap: Any = None) -> jax.Array:
     logits = (hidden @ kernel)[..., :VOCAB]
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
     return jnp.sum(losses * weights)
 
 
-def ours(*arrays: Any, chunk: int = 7) -> jax.Array:
+def ours(*arrays: Any, chunk: int = 7, cap: float | None = None) -> jax.Array:
     # A factor as of a loss scale: the gradient is made before it is known.
-    return 3.0 * linear_cross_entropy(*arrays, vocab_size=VOCAB, chunk=chunk)
+    return 3.0 * linear_cross_entropy(*arrays, vocab_size=VOCAB, chunk=chunk, cap=cap)
 
 
 def with_gradients(function: Any, arrays: Any) -> Any:
@@ -58,6 +59,14 @@ def test_loss_and_gradients_equal_the_plain_ones(arrays: Any, chunk: int) -> Non
     expected = with_gradients(lambda *a: 3.0 * plain(*a), arrays)
     assert_same(with_gradients(partial(ours, chunk=chunk), arrays), expected)
     np.testing.assert_allclose(jax.jit(partial(ours, chunk=chunk))(*arrays), expected[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", [None, *MESHES])
+def test_capped_logits_and_their_gradients(arrays: Any, name: str | None) -> None:
+    expected = with_gradients(lambda *a: 3.0 * plain(*a, cap=2.5), arrays)
+    with use_layout(layout(name) if name else None):
+        assert_same(with_gradients(partial(ours, cap=2.5), arrays), expected)
+        np.testing.assert_allclose(jax.jit(partial(ours, cap=2.5))(*arrays), expected[0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", MESHES)
