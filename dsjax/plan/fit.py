@@ -9,6 +9,7 @@ from dsjax.config import Config
 from dsjax.errors import ConfigError
 from dsjax.plan import analytic
 from dsjax.plan.compiled import Described, describe, memory_limit
+from dsjax.plan.laid import has_formulas
 from dsjax.plan.result import Change, Plan
 from dsjax.plan.settings import as_typed, with_settings
 
@@ -54,7 +55,7 @@ def _better(one: Change, other: Change) -> bool:
 
 def _hopeless(config: Config, described: Described) -> bool:
     """Whether the formulas, which are for Llamas on GPUs, leave no hope; True too where it does not divide."""
-    if described.target.chip.kind != "gpu" or ":" in config.model.kind:
+    if described.target.chip.kind != "gpu" or not has_formulas(described.model):
         return False
     try:
         memory = analytic.memory(analytic.lay_out(config, described.target, described.model.vocab_size))

@@ -232,9 +232,15 @@ def _costs(config: Config, model: ModelSpec, stages: Stages) -> Costs | None:
     return _known_costs[key]
 
 
+def has_formulas(model: ModelSpec) -> bool:
+    """Whether formulas are for such a model: a Llama or one that differs in nothing that they count."""
+    family = model.family
+    return isinstance(family, LlamaConfig) and not family.attention_bias and not family.mlp_bias
+
+
 def _sizes(model: ModelSpec) -> Sizes:
     llama = model.family
-    if not isinstance(llama, LlamaConfig) or llama.attention_bias or llama.mlp_bias:
+    if not has_formulas(model):
         raise ConfigError(
             "model.kind: there are formulas for the Llama family only (no biases); other models are compiled"
         )

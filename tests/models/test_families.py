@@ -15,8 +15,9 @@ from flax import nnx
 
 from dsjax.config.schema import ModelConfig
 from dsjax.errors import ConfigError
-from dsjax.mesh import Layout, make_mesh, named_leaves
+from dsjax.mesh import Layout, is_matrix, make_mesh, named_leaves
 from dsjax.models import FAMILIES, build
+from dsjax.precision import Policy
 from dsjax.train.losses import language_model_loss
 
 WITH_GRADIENTS = [name for name in NAMES if "loss" in expected(name)]
@@ -177,3 +178,44 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_the_users_fields_win_over_the_files(tmp_path: Path) -> None:
     config = ModelConfig(config=str(FIXTURES / "gpt2-plain"), num_hidden_layers=5)
     assert config.kind == "gpt2" and build(config, platform="cpu").family.n_layer == 5
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_packed_documents_compute_what_they_compute_alone(name: str) -> None:
+    """Rotary or learned, positions begin anew in each."""
+    model, _ = load(spec_of(name), tensors_of(name))
+    forward = nnx.jit(lambda model, tokens, positions, segments: model(
+        tokens, positions_bs=positions, segment_ids_bs=segments
+    ))  # fmt: skip
+    tokens, first = expected(name)["tokens"][:1], 10
+    rest = tokens.shape[1] - first
+    places = np.concatenate([np.arange(first), np.arange(rest)])[None]
+    segments = np.repeat([1, 2], [first, rest])[None]
+    packed = forward(model, tokens, places, segments)
+    alone = [
+        forward(model, part, np.arange(part.shape[1])[None], np.ones_like(part))
+        for part in (tokens[:, :first], tokens[:, first:])
+    ]
+    assert worst(packed, np.concatenate(alone, 1)) < 1e-4
+
+
+def test_embeddings_are_scaled_by_what_their_type_makes_of_the_factor() -> None:
+    fields = {**json.loads((FIXTURES / "gemma2-plain" / "config.json").read_text()), "hidden_size": 24}
+    kept = {name: value for name, value in fields.items() if name in FAMILIES["gemma2"].model_fields}
+    spec = build(ModelConfig(kind="gemma2", **kept), platform="cpu")
+    model = spec.init(nnx.Rngs(0))
+    Policy(jnp.bfloat16).apply(model)
+    tokens = jnp.arange(8)[None]
+    got = model.embedded(tokens, spec.trunk.where(tokens, None, False))
+    row = model.embed.embedding[...][:8].astype(jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got[0], row * jnp.asarray(4.90625, jnp.bfloat16))  # sqrt(24) is 4.89898
+
+
+def test_biases_of_heads_are_no_matrices() -> None:
+    axes = spec_of("qwen2-plain").param_axes
+    assert not is_matrix(axes["layers/attention/q_proj/bias"], 3)
+    assert not is_matrix(spec_of("olmo2-plain").param_axes["layers/attention/k_norm/scale"], 3)
+    assert is_matrix(axes["layers/attention/q_proj/kernel"], 4) and is_matrix(
+        axes["layers/mlp/up_proj/kernel"], 3
+    )
