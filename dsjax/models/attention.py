@@ -98,7 +98,7 @@ def attention(
         if ranks > 1:
             k, v = _whole_sequence(k, ranks, zigzag), _whole_sequence(v, ranks, zigzag)
             all_segments = None if own is None else _whole_sequence(own, ranks, zigzag)
-        form = _cudnn if on_gpu and cap is None and cudnn_attention.fits(q, k) else _chunked
+        form = _cudnn if on_gpu and cap is None and cudnn_attention.fits(q, k, parts[0]) else _chunked
         return form(q, k, v, own, all_segments, more.get("kind"), plan)
 
     batch, sequence, q_heads, kv_heads = names

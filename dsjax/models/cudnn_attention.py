@@ -8,6 +8,7 @@ so that the bias stays small and unseen keys are not visited.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ from dsjax.models.chunked_attention import Mask, Part, rows, section_seen, secti
 _MAX_HEAD_DIM = 128
 
 
-def fits(q: jax.Array, k: jax.Array) -> bool:
-    """Whether cuDNN's kernels take these queries and keys (16 bits, head size, even lengths)."""
+def fits(q: jax.Array, k: jax.Array, parts: Sequence[Part] = ()) -> bool:
+    """Whether cuDNN's kernels take these queries and keys (16 bits, head size, even lengths), cut into these parts."""
     head_dim = q.shape[-1]
     return (
         q.dtype in (jnp.bfloat16, jnp.float16)
@@ -27,6 +28,7 @@ def fits(q: jax.Array, k: jax.Array) -> bool:
         and head_dim <= _MAX_HEAD_DIM
         and q.shape[1] % 2 == 0
         and k.shape[1] % 2 == 0
+        and all(part.length % 2 == 0 for part in parts)
     )
 
 
@@ -61,6 +63,9 @@ def attend(
         )  # fmt: skip
     outputs = []
     for section in sections_of(parts, keys, mask, chunk, loops=False):
+        # cuDNN takes even numbers of keys only; those that are too many are not seen.
+        even = (section.first_key // 2 * 2, min(keys, -(-section.end_key // 2) * 2))
+        section = replace(section, first_key=even[0], end_key=even[1])
 
         def part(
             q: jax.Array, k: jax.Array, v: jax.Array, own: Any, others: Any, section: Any = section

@@ -191,3 +191,22 @@ def test_cudnn_takes_half_precision_of_even_lengths_only() -> None:
     assert not fits(jnp.float32, 64, 128)
     assert not fits(jnp.bfloat16, 63, 128)
     assert not fits(jnp.bfloat16, 64, 256)
+    x = jax.ShapeDtypeStruct((1, 30, 2, 64), jnp.bfloat16)
+    assert not cudnn_attention.fits(x, x, [Part(0, 0, 15), Part(15, 45, 15)])
+
+
+@pytest.mark.parametrize("window", [20, 21])
+def test_cudnn_gets_even_numbers_of_keys(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def seen(q: Any, k: Any, v: Any, **rest: Any) -> jax.Array:
+        found.append(k.shape[1])
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", seen)
+    q, k, v, _ = inputs(2, 64)
+    parts = [Part(0, 0, 64)]
+    cudnn_attention.attend(
+        q, k, v, documents(2, 64), documents(2, 64), parts=parts, mask=Mask(True, window), scale=1.0, chunk=8
+    )
+    assert found and all(width % 2 == 0 and width <= window + 8 for width in found)
