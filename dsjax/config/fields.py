@@ -73,7 +73,6 @@ TensorSize = Annotated[
     PlainValidator(_tensor_size),
     Takes("an integer >= 1, -1 for the rest of the devices, or two of them: [columns, rows]"),
 ]
-OnlyOne = Annotated[int, Field(ge=1, le=1), Takes("1 in this version")]
 
 
 class Section(BaseModel):

@@ -10,7 +10,6 @@ from dsjax.config.fields import (
     AxisSize,
     NonNegativeFloat,
     NonNegativeInt,
-    OnlyOne,
     PositiveInt,
     Section,
     Takes,
@@ -28,7 +27,7 @@ class MeshConfig(Section):
     data: AxisSize = described(1, "Replicas of the parameters, usually across nodes.")
     fsdp: AxisSize = described(-1, "Shards of parameters, gradients and optimizer state (ZeRO-3).")
     context: AxisSize = described(1, "Shards of the sequence.")
-    expert: OnlyOne = described(1, "Shards of experts.")
+    expert: AxisSize = described(1, "Shards of a mixture's experts; the batch is cut over them too.")
     tensor: TensorSize = described(
         1,
         "Shards of matrices (attention heads, feed-forward, vocabulary); [columns, rows]: matrices are cut "

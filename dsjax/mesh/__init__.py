@@ -11,12 +11,11 @@ from dsjax.mesh.axes import (
     resolve_sizes,
     zigzag_order,
 )
+from dsjax.mesh.gather import gather_all, gathered
 from dsjax.mesh.layout import (
     Layout,
     constrain,
     current_layout,
-    gather_all,
-    gathered,
     manual,
     use_layout,
 )

@@ -16,7 +16,7 @@ from dsjax.errors import ConfigError
 AXES = ("pipeline", "data", "fsdp", "context", "expert", "tensor", "tensor_rows")
 BATCH_AXES = ("data", "fsdp", "expert")
 # A parameter at rest is cut over these too, and gathered over them to be used.
-SHARD_AXES = ("fsdp", "context")
+SHARD_AXES = ("fsdp", "context", "expert")
 
 
 def resolve_sizes(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:

@@ -11,9 +11,8 @@ import contextlib
 import contextvars
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +25,8 @@ from dsjax.mesh.paths import map_named, named_leaves
 
 Names = Sequence[str | None]
 
+# The mesh axis, and the name of a parameter's dimension, of experts.
+_EXPERT = "expert"
 # Matrices: inputs along one of these, outputs along the other (rows vanish where `tensor` is one number).
 _BOTH = ("tensor", "tensor_rows")
 
@@ -221,8 +222,19 @@ class Layout:
         return P(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
     def param_entries(self, names: Names, without: Sequence[str] = ()) -> P:
-        """PartitionSpec of a parameter whose dimensions have these names; without SHARD_AXES as it is used."""
-        return P(*(self._entry(self.param_rules, name, without) for name in names))
+        """PartitionSpec of a parameter whose dimensions have these names; without SHARD_AXES as it is used.
+
+        A dimension of experts stays cut over `expert`, and no other of the same parameter is.
+        """
+        if _EXPERT not in names:
+            return P(*(self._entry(self.param_rules, name, without) for name in names))
+        kept, others = [a for a in without if a != _EXPERT], [*without, _EXPERT]
+        return P(*(self._entry(self.param_rules, n, kept if n == _EXPERT else others) for n in names))
+
+    def gathered_over(self, path: str) -> tuple[str, ...]:
+        """The mesh axes over which a parameter is gathered to be used: not `expert` if it is of experts."""
+        experts = _EXPERT in (self.names_of(path) or ())
+        return tuple(axis for axis in SHARD_AXES if not (experts and axis == _EXPERT))
 
     def _largest_dimension(self, shape: Sequence[int]) -> P:
         for axes in dict.fromkeys((self.shard_axes, self.shard_axes[:1])):
@@ -245,7 +257,7 @@ class Layout:
           ConfigError: a line a fault, naming parameter, dimension, axis and what would work.
         """
         leaves = named_leaves(params)
-        faults, indivisible = [], False
+        faults, indivisible = self._experts_missing(leaves), False
         for path, leaf in leaves.items():
             names = self.names_of(path)
             if names is not None and len(names) != len(leaf.shape):
@@ -255,7 +267,7 @@ class Layout:
                 )
                 continue
             for index, name in enumerate(names or ()):
-                for axes in self._cuts_of(name, f"{path}: "):
+                for axes in self._cuts_of(name, names or (), f"{path}: "):
                     parts = math.prod(self.mesh.shape[a] for a in axes)
                     if leaf.shape[index] % parts:
                         indivisible = True
@@ -269,14 +281,31 @@ class Layout:
             shown = faults[:6] + ([f"... and {len(faults) - 6} more parameters"] if len(faults) > 6 else [])
             raise ConfigError([*shown, self._layout_that_works(leaves)] if indivisible else shown)
 
-    def _cuts_of(self, name: str | None, where: str = "") -> list[tuple[str, ...]]:
-        """The axes that a dimension of this name is cut over, as a parameter's and as what comes of it."""
+    def _experts_missing(self, paths: Iterable[str]) -> list[str]:
+        """The fault of shards of experts where there are none."""
+        shards = self.axis_size(_EXPERT)
+        if shards == 1 or any(_EXPERT in (self.names_of(path) or ()) for path in paths):
+            return []
+        return [
+            f"mesh.expert: {shards} shards of experts, but no parameter of this model is of experts (has a dimension "
+            "named expert in its sharding table); set mesh.expert=1 and give the devices to mesh.fsdp or mesh.data"
+        ]
+
+    def _cuts_of(self, name: str | None, names: Names, where: str = "") -> list[tuple[str, ...]]:
+        """The axes that a dimension of this name is cut over, as a parameter's and as what comes of it.
+
+        Args:
+          names: those of all of the parameter's dimensions.
+        """
         rules = (
             (self.param_rules, self.activation_rules)
             if name in self.activation_rules
             else (self.param_rules,)
         )
-        return list(dict.fromkeys(axes for rule in rules if (axes := _axes_of(rule, name, where))))
+        found = (_axes_of(rule, name, where) for rule in rules)
+        if _EXPERT in names and name != _EXPERT:
+            found = (tuple(axis for axis in axes if axis != _EXPERT) for axes in found)
+        return list(dict.fromkeys(axes for axes in found if axes))
 
     def _layout_that_works(self, leaves: Mapping[str, Any]) -> str:
         """The mesh nearest to this one, of as many devices, on which every parameter divides."""
@@ -284,7 +313,7 @@ class Layout:
         for path, leaf in leaves.items():
             names = self.names_of(path) or ()
             for name, extent in zip(names, leaf.shape, strict=False):
-                for axes in self._cuts_of(name):
+                for axes in self._cuts_of(name, names):
                     common[axes] = math.gcd(common.get(axes, 0), extent)
         sizes = dict(self.mesh.shape)
         devices = math.prod(sizes.values())
@@ -348,129 +377,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, layout.place(spec))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _resharded(x: jax.Array, used: NamedSharding, back: tuple[NamedSharding, ...]) -> jax.Array:
-    """x as it is used; its gradient is pinned to the places `back`, one after the other."""
-    return jax.lax.with_sharding_constraint(x, used)
-
-
-def _resharded_fwd(x: jax.Array, used: NamedSharding, back: tuple[NamedSharding, ...]) -> tuple[Any, None]:
-    return jax.lax.with_sharding_constraint(x, used), None
-
-
-def _resharded_bwd(used: NamedSharding, back: tuple[NamedSharding, ...], _: None, g: Any) -> tuple[jax.Array]:
-    for place in back:
-        g = jax.lax.with_sharding_constraint(g, place)
-    return (g,)
-
-
-_resharded.defvjp(_resharded_fwd, _resharded_bwd)
-
-
-def gathered(tree: Any, prefix: str = "") -> Any:
-    """Parameters as they are used: gathered over `shard_axes`, their gradients scattered back over them.
-
-    Called where the parameters are needed (in the body of the layer stack), so that only one layer
-    is whole at a time.  The gradient is constrained to the parameter's own place, which makes the
-    reduction over those axes a reduce-scatter.
-
-    Args:
-      tree: parameters, or the slice of one layer of stacked ones.
-      prefix: the tree's path in the model, as in the model's table ("layers").
-    """
-    layout = _current.get()
-    if layout is None or not layout.gather_axes:
-        return tree
-    return map_named(lambda path, leaf: _gather_one(layout, f"{prefix}/{path}".strip("/"), leaf), tree)
-
-
-def gather_all(params: Any) -> Any:
-    """The whole model's parameters gathered at once (`fsdp_gather: step`)."""
-    layout = _current.get()
-    if layout is None or not any(layout.mesh.shape[a] > 1 for a in SHARD_AXES):
-        return params
-    return map_named(lambda path, leaf: _gather_one(layout, path, leaf), params)
-
-
-def _gather_one(layout: Layout, path: str, leaf: Any) -> Any:
-    names = layout.names_of(path)
-    if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
-        return leaf
-    if names is not None and len(names) == leaf.ndim + 1:
-        # A slice of stacked layers: the table's names begin with the stacking dimension.
-        names = names[1:]
-    if names is None or len(names) != leaf.ndim:
-        used, back = P(), [layout.spec_here(path, leaf.shape)]
-    else:
-        used = layout.param_entries(names, without=SHARD_AXES)
-        back = [layout.param_entries(names, without) for without in _way_back(layout)]
-    if len([n for n in names or () if n != "layers"]) >= 2:
-        # Half the bytes on the wire; left to itself the compiler casts some of them after the gather.
-        leaf = leaf.astype(layout.gathered_as(path, leaf.dtype))
-    if not layout.alone:
-        leaf = _resharded(leaf, layout.place(used), tuple(layout.place(spec) for spec in back))
-    return gather_local(layout, path, leaf, SHARD_AXES, used)
-
-
-def gather_local(layout: Layout, path: str, leaf: jax.Array, axes: Sequence[str], cut: P) -> jax.Array:
-    """A parameter gathered over those of the axes that are left behind; its gradient is summed and scattered.
-
-    Args:
-      leaf: this device's part; of a stacked parameter also the slice of one layer.
-      cut: how the axes that are left to the compiler cut it.
-    """
-    spec = layout.places.get(path, P())
-    entries = spec[len(spec) - leaf.ndim :] if len(spec) > leaf.ndim else spec
-    steps = [(i, axis) for i, entry in enumerate(entries) for axis in axes_of_entry(entry)]
-    steps = [(i, axis) for i, axis in steps if axis in axes and axis in layout.local]
-    if not steps:
-        return leaf
-
-    def whole(x: jax.Array) -> jax.Array:
-        for dimension, axis in reversed(steps):
-            x = jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
-        return x
-
-    def parts(g: jax.Array) -> jax.Array:
-        for dimension, axis in steps:
-            g = jax.lax.psum_scatter(g, axis, scatter_dimension=dimension, tiled=True)
-        return g
-
-    gather, scatter = (on_own_part(layout, f, cut, {i for i, _ in steps}) for f in (whole, parts))
-    moved = jax.custom_vjp(gather)
-    moved.defvjp(lambda x: (gather(x), None), lambda _, g: (scatter(g),))
-    return moved(leaf)
-
-
-def on_own_part(
-    layout: Layout, function: Callable[[jax.Array], jax.Array], cut: P, dimensions: set[int]
-) -> Callable[[jax.Array], jax.Array]:
-    """A collective over axes that are left behind, on what each device really holds.
-
-    Of an array that the compiler has cut over other axes it would make a whole one first. Along a dimension that it
-    has cut itself it has to be asked all the same: there the parts lie in another order.
-    """
-    if any(axes_of_entry(entry) for i, entry in enumerate(cut) if i in dimensions):
-        return function
-    return layout.shard_map(function, (cut,), cut)
-
-
 def axes_of_entry(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _way_back(layout: Layout) -> list[tuple[str, ...]]:
-    """Mesh axes left out of the places that a matrix's gradient is pinned to, one place after the other.
-
-    Where tensors are cut over further axes, a gradient that is pinned to its own place at once makes the
-    partitioner gather activations there instead of adding up. (Whole first is no better in general: the sum
-    over `data` would be of the whole and not of the shards.)
-    """
-    if layout.axis_size("tensor_rows") > 1:
-        return [SHARD_AXES, ()]
-    if layout.axis_size("tensor") > 1 and layout.axis_size("context") > 1:
-        return [("context",), ()]
-    return [()]
 
 
 def manual(

@@ -163,9 +163,9 @@ def _lookup(table_vd: jax.Array, tokens_bs: jax.Array, dtype: Any) -> jax.Array:
     batch = cut_axes(layout, "batch", tokens_bs.shape[0])
     sequence = cut_axes(layout, "sequence", tokens_bs.shape[1])
     columns = layout.gather_axes
-    # The dimension of the tokens along which peers hold others of them, the last axis of the columns first.
+    # The dimension of the tokens along which peers hold others of them; those gathered last part first.
     cut = (*batch, *sequence, *layout.local)
-    peers = [(axis, 1 if axis in sequence else 0) for axis in columns[::-1] if axis in cut]
+    peers = [(axis, 1 if axis in sequence else 0) for axis in columns if axis in cut]
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
         for axis, dimension in peers:

@@ -6,7 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 from flax import nnx
+
+from dsjax.models.variables import Given
+
+
+class Tally(NamedTuple):
+    """An extra whose sum is an array: how often each of several things happened.
+
+    What is told of it is how uneven it is: the largest number of a row (of the last dimension) over the row's mean, of
+    the most uneven row, as `NAME_max_over_mean`.
+    """
+
+    sum: jax.Array
+    weight: jax.Array
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,7 @@ class Stages:
     gathers: bool = False
 
 
-class LayerKind(nnx.Variable):
+class LayerKind(Given):
     """int32 []: which of a few ways of computing this layer takes, where layers of one stack differ in no shape.
 
     Stacked like the parameters, so it goes wherever its layer goes. Nothing changes it.
@@ -92,6 +106,8 @@ class ModelSpec:
       trunk: the pieces of a language model whose layers can be shared out over a pipeline.
       stages: those of a user's model, loss and all.
       family: the config of a model of ours, a `dsjax.models.families.FamilyConfig`; None for a user's.
+      after_step: ``after_step(model_state, extras) -> model_state``: variables that are no parameters, changed once an
+        optimizer step by the extras of the whole of it; a skipped step changes none.
     """
 
     init: Callable[[nnx.Rngs], nnx.Module]
@@ -105,3 +121,4 @@ class ModelSpec:
     trunk: Trunk | None = None
     stages: Stages | None = None
     family: Any = None
+    after_step: Callable[[Any, Mapping[str, Any]], Any] | None = None

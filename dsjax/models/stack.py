@@ -20,12 +20,20 @@ from dsjax.mesh import gathered
 from dsjax.mesh.remat import PRODUCTS
 from dsjax.models.calls import in_layer
 from dsjax.models.spec import LayerKind
+from dsjax.models.variables import LayerNumber
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
-    """One module that holds `layers` independently drawn ones along the leading dimension."""
+    """One module that holds `layers` independently drawn ones along the leading dimension.
+
+    A layer that has a `LayerNumber` is told its number.
+    """
     create = nnx.vmap(lambda rngs: make(rngs), in_axes=(0,), out_axes=0)
-    return nnx.split_rngs(splits=layers)(create)(rngs)
+    stack = nnx.split_rngs(splits=layers)(create)(rngs)
+    numbers = nnx.state(stack, LayerNumber)
+    if jax.tree.leaves(numbers):
+        nnx.update(stack, jax.tree.map(lambda _: jnp.arange(layers, dtype=jnp.int32), numbers))
+    return stack
 
 
 def run_stacked(

@@ -148,6 +148,7 @@ def _recipe(config: Config, model: ModelSpec) -> Recipe:
         param_axes=model.param_axes,
         remat_by_step=not model.remat_by_layer,
         stages=_stages(config, model),
+        after_step=model.after_step,
     )
 
 

@@ -53,6 +53,7 @@ class StepParts:
       apart: how workers train apart and meet; None: they exchange gradients at every step.
       numbers: how they are kept in range.
       injected: faults inside the model; its structure is then an open one (`models.calls`).
+      after_step: changes the model's other variables by a step's extras (`ModelSpec`); None: nothing does.
       exact: the same in fp32, by which a step that is not finite is computed again; None: it is not.
     """
 
@@ -69,6 +70,7 @@ class StepParts:
     apart: DilocoConfig | None = None
     numbers: Numbers = UNSCALED
     injected: tuple[Injected, ...] = ()
+    after_step: Callable[[Any, Mapping[str, Any]], Any] | None = None
     exact: StepParts | None = None
 
 

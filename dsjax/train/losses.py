@@ -14,7 +14,7 @@ from flax import nnx
 from dsjax.errors import ConfigError
 from dsjax.mesh import constrain, current_layout, zigzag_order
 from dsjax.models.cross_entropy import linear_cross_entropy
-from dsjax.models.spec import Stages, Trunk
+from dsjax.models.spec import Stages, Tally, Trunk
 from dsjax.models.stack import run_stacked
 from dsjax.train.randomness import sequence_positions
 
@@ -219,7 +219,7 @@ def normalised(result: Any) -> tuple[jax.Array, jax.Array, Extras]:
     for name, value in [("the loss", result[:2]), *extras.items()]:
         if not isinstance(value, tuple) or len(value) != 2:
             raise ConfigError(f"{name}: takes (sum, weight), got {_kind(value)}")
-        for part in value:
+        for part in value[1:] if isinstance(value, Tally) else value:
             if jnp.shape(part) != ():
                 raise ConfigError(f"{name}: sum and weight are scalars, got shape {jnp.shape(part)}")
 
@@ -229,7 +229,7 @@ def normalised(result: Any) -> tuple[jax.Array, jax.Array, Extras]:
     return (
         scalar(result[0]),
         scalar(result[1]),
-        {name: (scalar(s), scalar(w)) for name, (s, w) in extras.items()},
+        {name: jax.tree.map(scalar, value) for name, value in extras.items()},
     )
 
 

@@ -31,8 +31,9 @@ from dsjax.mesh import (
     use_layout,
 )
 from dsjax.mesh.axes import SHARD_AXES
+from dsjax.mesh.gather import gather_local, on_own_part
 from dsjax.mesh.inside import inside, left_spec, manual_specs, shard_map_over
-from dsjax.mesh.layout import axes_of_entry, gather_local, on_own_part
+from dsjax.mesh.layout import axes_of_entry
 from dsjax.mesh.remat import PRODUCTS
 from dsjax.models import Stages
 from dsjax.models.calls import LOSS, in_layer, passing
@@ -374,7 +375,7 @@ def _reduced(layout: Layout, path: str, grad: jax.Array) -> jax.Array:
     cuts = [(i, axis) for i, axis in cuts if axis in layout.local]
     scattered = (
         *(() if layout.in_stack(path) else (AXIS,)),
-        *(SHARD_AXES if layout.fsdp_gather == "step" else ()),
+        *(layout.gathered_over(path) if layout.fsdp_gather == "step" else ()),
     )
     steps = [(i, axis) for i, axis in cuts if axis in scattered]
     cut = {axis for _, axis in cuts}

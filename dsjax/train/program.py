@@ -66,6 +66,7 @@ class Recipe:
       param_axes: path pattern -> logical names of dimensions.
       remat_by_step: recomputation goes around the whole loss; False for a model that does it by layer.
       stages: the model cut for a pipeline; None: it cannot be.
+      after_step: as of `ModelSpec`.
     """
 
     init: Init
@@ -75,6 +76,7 @@ class Recipe:
     param_axes: Mapping[str, Any]
     remat_by_step: bool = True
     stages: Stages | None = None
+    after_step: Callable[[Any, Mapping[str, Any]], Any] | None = None
 
 
 @dataclass
@@ -155,6 +157,7 @@ class Program:
         self.parts = StepParts(
             graph, recipe.loss, optimizer, recipe.schedule, self.layout, self.max_grad_norm, self.remat,
             recipe.stages, self.stacking.pipelining if self.stacking else None, exchange, apart, self.numbers, injected,
+            recipe.after_step,
         )  # fmt: skip
         if self.numbers.recompute and not self.policy.is_exact and apart is None:
             model = nnx.eval_shape(lambda: self._model(jax.random.key(0), self.policy.exact))

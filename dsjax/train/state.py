@@ -14,7 +14,7 @@ from flax import nnx
 from dsjax.config.precision import LossScaleConfig, StabilityConfig
 from dsjax.faults import Wrong
 from dsjax.mesh import named_leaves
-from dsjax.models.spec import LayerKind
+from dsjax.models.variables import Given
 from dsjax.precision.delayed import is_history
 from dsjax.precision.loss_scale import first_scale
 from dsjax.stability.clip import first_history, parts_of
@@ -44,6 +44,7 @@ class Numbers:
 
 
 UNSCALED = Numbers()
+_NO_STATISTICS = (nnx.RngState, nnx.Param, Given)
 
 
 @flax.struct.dataclass
@@ -138,9 +139,11 @@ def each_its_own(tree: Any, replicas: int) -> Any:
 
 
 def statistics(model_state: nnx.State) -> list[nnx.Variable]:
-    """What a model gathers from the examples it sees (BatchNorm's averages): not parameters, not random streams."""
-    fixed = nnx.RngState | nnx.Param | LayerKind
-    return [v for _, v in model_state.flat_state() if not isinstance(v, fixed)]
+    """What a model gathers from the examples it sees (BatchNorm's averages).
+
+    Not parameters, not random streams, not what layers are told.
+    """
+    return [v for _, v in model_state.flat_state() if not isinstance(v, _NO_STATISTICS)]
 
 
 def means(model_state: nnx.State) -> list[nnx.Variable]:
@@ -156,8 +159,7 @@ def with_statistics(
     """The model's other variables with a mean taken of the statistics that are no counts, or the largest."""
 
     def one(variable: Any) -> Any:
-        fixed = isinstance(variable, nnx.RngState | nnx.Param)
-        if fixed or not jnp.issubdtype(variable[...].dtype, jnp.inexact):
+        if isinstance(variable, _NO_STATISTICS) or not jnp.issubdtype(variable[...].dtype, jnp.inexact):
             return variable
         return variable.replace((largest if is_history(variable) else mean)(variable[...]))
 

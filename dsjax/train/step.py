@@ -19,6 +19,7 @@ from flax import nnx
 
 from dsjax.grad_sync import AXIS, mean
 from dsjax.mesh import Layout, gather_all, use_layout
+from dsjax.models.spec import Tally
 from dsjax.precision.loss_scale import next_scale, nominal_weight
 from dsjax.stability.clip import clipped
 from dsjax.train.diloco import MEETING, outer_step
@@ -34,7 +35,7 @@ from dsjax.train.gradients import (
     positions_of,
 )
 from dsjax.train.injected import refuse_idle
-from dsjax.train.losses import normalised
+from dsjax.train.losses import Extras, normalised
 from dsjax.train.pipelined import evaluated, pipelined
 from dsjax.train.replicas import by_replica
 from dsjax.train.state import State, add_exactly
@@ -121,8 +122,15 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
     with use_layout(parts.layout):
         found = _apart(parts, state, batch) if parts.apart else _together(parts, state, batch)
         sums, norm, again = found.sums, found.norm, found.again
+
+        def update(state: State) -> State:
+            after = found.update(state)
+            if parts.after_step is None:
+                return after
+            return replace(after, model_state=parts.after_step(after.model_state, sums.extras))
+
         applied = jnp.isfinite(sums.loss) & jnp.isfinite(norm) & (sums.weight > 0)
-        after = guarded(parts.layout, applied, found.update, state)
+        after = guarded(parts.layout, applied, update, state)
     refuse_idle(parts.injected)
     weight = jnp.maximum(sums.weight, jnp.finfo(jnp.float32).tiny)
     metrics = {
@@ -131,7 +139,7 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
         "grad_norm": norm,
         "applied": applied,
         "asked": counted(votes),
-        **{f"extra/{name}": s / jnp.maximum(w, 1e-30) for name, (s, w) in sums.extras.items()},
+        **told(sums.extras),
     }
     overflow = jnp.isfinite(sums.loss) & ~jnp.isfinite(norm)
     if again is not None:
@@ -162,6 +170,18 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
         after = _met(parts, after)
     metrics["skipped"], metrics["tokens_seen"] = after.skipped, after.tokens_seen
     return after, metrics
+
+
+def told(extras: Extras) -> Metrics:
+    """What metrics say of extras: the mean of a number; how uneven a `Tally` is."""
+    found = {}
+    for name, value in extras.items():
+        if isinstance(value, Tally):
+            uneven = jnp.max(value.sum, -1) / jnp.maximum(jnp.mean(value.sum, -1), 1e-30)
+            found[f"extra/{name}_max_over_mean"] = jnp.max(uneven)
+        else:
+            found[f"extra/{name}"] = value[0] / jnp.maximum(value[1], 1e-30)
+    return found
 
 
 def guarded(layout: Layout, applied: jax.Array, update: Callable[[State], State], state: State) -> State:
@@ -275,5 +295,7 @@ def eval_step(parts: StepParts, params: nnx.State, model_state: nnx.State, batch
             loss, weight, extras = normalised(parts.loss(model, batch))
     result = {"loss": loss, "weight": weight}
     for name, (total, count) in extras.items():
+        if jnp.ndim(total):
+            continue  # how uneven several batches are together does not follow from each
         result[f"extra/{name}/sum"], result[f"extra/{name}/weight"] = total, count
     return result

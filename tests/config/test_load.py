@@ -147,7 +147,7 @@ def test_short_names_of_axes_merge_with_full_ones(write):
             "mesh.tensor: takes an integer >= 1, -1 for the rest of the devices, or two of them: "
             "[columns, rows], got [2, -1]",
         ),
-        ("mesh.ep=2", "mesh.expert: takes 1 in this version, got 2"),
+        ("mesh.ep=0", "mesh.expert: takes an integer >= 1, or -1 for the rest of the devices, got 0"),
         ("pipeline.layers=[4,0]", "pipeline.layers[1]: takes an integer >= 1, got 0"),
         ("mesh.pp=0",
          "mesh.pipeline: takes an integer >= 1, or -1 for the rest of the devices, got 0"),
