@@ -19,7 +19,7 @@ from jax import lax
 Activation = Callable[[jax.Array], jax.Array]
 
 # Rows of a block: a product of fewer is slow, and of more wastes more where an expert's rows end.
-_FEWEST, _MOST, _BLOCKS_AN_EXPERT = 64, 512, 8
+_FEWEST, _MOST, _BLOCKS_AN_EXPERT = 128, 512, 4
 
 
 class Weights(NamedTuple):

@@ -99,7 +99,7 @@ def test_rows_of_no_expert_are_sorted_last():
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "block"), [(1, 8, 1), (100, 8, 64), (16384, 8, 256), (1 << 20, 8, 512)]
+    ("rows", "experts", "block"), [(1, 8, 1), (100, 8, 100), (8192, 8, 256), (1 << 20, 8, 512)]
 )
 def test_blocks_are_small_beside_what_an_expert_gets(rows, experts, block):
     assert block_rows(rows, experts) == block
