@@ -39,7 +39,9 @@ from dsjax.models.moe import Mixture, MixtureConfig, Routing, mixture_axes
 from dsjax.models.moe.dispatch import plan
 
 PEERS = 4
-MLP_AXES = {f"{x}_proj/kernel": ("embed", "mlp") for x in ("gate", "up")} | {"down_proj/kernel": ("mlp", "embed")}
+MLP_AXES = {f"{x}_proj/kernel": ("embed", "mlp") for x in ("gate", "up")} | {
+    "down_proj/kernel": ("mlp", "embed")
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class Size:
 class Contender:
     """One layer's forward and backward, compiled for a mesh."""
 
-    def __init__(self, name: str, size: Size, layer: nnx.Module, call: Any, axes: Any, devices: int, cut: str):
+    def __init__(
+        self, name: str, size: Size, layer: nnx.Module, call: Any, axes: Any, devices: int, cut: str
+    ):
         self.name, self.size, self.devices = name, size, devices
         self.layout = Layout(make_mesh({"fsdp": 1, cut: devices}, jax.devices()[:devices]), axes)
         graph, params, others = nnx.split(layer, nnx.Param, ...)
@@ -161,7 +165,9 @@ def measured(size: Size, devices: int, rounds: int, steps: int) -> list[dict[str
             "dispatch": f"{c.name}, {size.experts} experts, {devices} device{'s' * (devices > 1)}",
             "tokens_per_second": size.tokens / medians[c.name],
             "ratio_to_dense": medians["dense"] / medians[c.name],
-            "dispatch_bytes_over_ideal": over_ideal(size, c) if c.name == "dropless" and devices > 1 else None,
+            "dispatch_bytes_over_ideal": over_ideal(size, c)
+            if c.name == "dropless" and devices > 1
+            else None,
         }
         for c in group
     ]

@@ -1,4 +1,4 @@
-"""Tiny Llamas on any layout, and what training them gives: the means by which layouts are compared."""
+"""Tiny models on any layout, and what training them gives: the means by which layouts are compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dsjax.train.optimizers import make_optimizer, make_schedule
 from dsjax.train.program import Program, Recipe
 from dsjax.train.resume import restore
 
-AXES = ("pipeline", "data", "fsdp", "context", "tensor")
+AXES = ("pipeline", "data", "fsdp", "context", "expert", "tensor")
 STEPS, BATCH, LENGTH, VOCAB = 5, 32, 32, 67
 RESTART = 3  # steps after which a run that is to be restarted is
 # Five steps move a parameter by half its own size, and yet rounding is not blown up from step to step: at 1e-2
@@ -33,11 +33,12 @@ RESTART = 3  # steps after which a run that is to be restarted is
 # layers and tied embeddings at 3e-3 still to 2e-5; at this rate to 8e-7.
 RATE = 1.5e-3
 PLAIN: Mapping[str, Any] = {
-    "pipeline": (1, "1f1b"), "data": 1, "fsdp": 1, "context": 1, "tensor": 1,
+    "pipeline": (1, "1f1b"), "data": 1, "fsdp": 1, "context": 1, "expert": 1, "tensor": 1,
     "gradient_accumulation_steps": 1, "remat": "none",
     "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
     "window": None, "layers": 5, "exchange": "plain", "restart": "none", "scaled": False,
-    "format": "fp32", "state_dtype": "float32", "on_nonfinite": "skip", "held": "none", "clip": "fixed",
+    "model": "llama", "format": "fp32", "state_dtype": "float32", "on_nonfinite": "skip", "held": "none",
+    "clip": "fixed",
 }  # fmt: skip
 """One device, fp32, no tricks."""
 EXCHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -57,7 +58,7 @@ HELD: Mapping[str, Mapping[str, Any]] = {
     "gradients": {"gradients": "bfloat16"},
     "both": {"params": "bfloat16", "gradients": "bfloat16"},
 }
-COMPUTED = ("rows", "dropout", "tied", "optimizer", "window", "layers")
+COMPUTED = ("model", "rows", "dropout", "tied", "optimizer", "window", "layers")
 
 
 def devices_of(settings: Mapping[str, Any]) -> int:
@@ -76,13 +77,23 @@ class Trained:
     params: dict[str, np.ndarray]
 
 
+# Mixtures with all that they may add to a loss, and biases that move by much.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mixtral": {
+        "intermediate_size": 48, "num_local_experts": 8, "router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01,
+        "router_bias_update_rate": 0.01,
+    },
+}  # fmt: skip
+
+
 def model_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A Llama whose layers and vocabulary do not divide by anything."""
+    """A model whose layers and vocabulary do not divide by anything."""
     return {
-        "kind": "llama", "hidden_size": 32, "num_hidden_layers": settings["layers"], "num_attention_heads": 8,
+        "kind": settings["model"], "hidden_size": 32, "num_hidden_layers": settings["layers"], "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64, "vocab_size": VOCAB,
         "tie_word_embeddings": settings["tied"], "dropout": settings["dropout"],
-        "sliding_window": settings["window"],
+        "sliding_window": settings["window"], **MODELS[settings["model"]],
     }  # fmt: skip
 
 
@@ -145,11 +156,12 @@ def program_of(settings: Mapping[str, Any], devices: Any = None) -> Program:
         param_axes=spec.param_axes,
         remat_by_step=False,
         stages=language_model_stages(spec.trunk, 48, train.remat),
+        after_step=spec.after_step,
     )
     numbers = numbers_of(config, "cpu", settings["pipeline"][0], ())
     if settings["scaled"]:
         numbers = replace(numbers, loss_scale=config.precision.loss_scale)
-    parts = settings["data"] * settings["fsdp"] * train.gradient_accumulation_steps
+    parts = settings["data"] * settings["fsdp"] * settings["expert"] * train.gradient_accumulation_steps
     return Program(
         recipe,
         make_mesh(config.mesh, devices),

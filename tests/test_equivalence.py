@@ -31,9 +31,11 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "data": (1, 2, 4),
     "fsdp": (1, 2, 4),
     "context": (1, 2, 4),
+    "expert": (1, 2, 4),
     "tensor": (1, 2, 4, (2, 2)),
     "gradient_accumulation_steps": (1, 2, 4),
     "remat": ("none", "full", "dots", "every_2"),
+    "model": ("llama", "mixtral"),
     "rows": ("full", "ragged", "packed"),
     "fsdp_gather": ("layer", "step"),
     "dropout": (0.0, 0.1),
@@ -56,7 +58,14 @@ TOLERANCE = 1e-5
 
 def allowed(case: Mapping[str, Any]) -> bool:
     """Whether a (partial) case fits the devices and the batch."""
-    parts = case.get("data", 1) * case.get("fsdp", 1) * case.get("gradient_accumulation_steps", 1)
+    if case.get("expert", 1) > 1 and case.get("model", "mixtral") != "mixtral":
+        return False  # refused, with the reason
+    parts = (
+        case.get("data", 1)
+        * case.get("fsdp", 1)
+        * case.get("expert", 1)
+        * case.get("gradient_accumulation_steps", 1)
+    )
     stages, schedule = case.get("pipeline", (1, "1f1b"))
     remat = case.get("remat", "none")
     if stages > 1 and (remat == "every_2" or (schedule == "zero_bubble" and remat != "none")):

@@ -84,6 +84,7 @@ def spec_of(
         remat_by_layer=True,
         trunk=frame.trunk,
         family=family,
+        after_step=family.after_step(),
     )
 
 

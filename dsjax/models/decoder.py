@@ -46,8 +46,8 @@ class Frame:
       logit_cap: logits are cap * tanh(logits / cap).
       dropout: of the first layer's input.
       dense_layers, dense_layer: layers of another shape before the others, which return x alone.
-      adds: names of the metrics of layers that return (x, what they add to the loss, metrics) with each metric as
-        (sum, weight); None: they return x alone.
+      adds: the metrics of layers that return (x, what they add to the loss, metrics): (name, shapes of (sum, weight)
+        or `Tally`); None: they return x alone.
     """
 
     vocab_size: int
@@ -65,7 +65,7 @@ class Frame:
     dropout: float = 0.0
     dense_layers: int = 0
     dense_layer: Callable[[nnx.Rngs], nnx.Module] | None = None
-    adds: tuple[str, ...] | None = None
+    adds: tuple[tuple[str, Any], ...] | None = None
 
     def where(self, positions_bs: Any, segment_ids_bs: Any, zigzag: bool) -> Where:
         """What the model's parts need besides their input (see `Trunk.where`)."""
@@ -151,8 +151,8 @@ class Decoder(nnx.Module):
             x, more, named = layer(x, where)
             return x, loss + more, jax.tree.map(jnp.add, metrics, named)
 
-        nothing = jnp.zeros((), jnp.float32)
-        start = (x_bsd, nothing, dict.fromkeys(self.frame.adds, (nothing, nothing)))
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dict(self.frame.adds))
+        start = (x_bsd, jnp.zeros((), jnp.float32), nothing)
         x_bsd, loss, metrics = self._through(self.layers, "layers", start, call)
         return self.norm(x_bsd, "norm"), loss, metrics
 

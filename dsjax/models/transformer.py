@@ -16,6 +16,7 @@ from flax import nnx
 from dsjax.mesh import constrain
 from dsjax.models.attention import attention
 from dsjax.models.layers import Init, Linear, gather_sequence
+from dsjax.models.moe import Mixture
 from dsjax.models.rotary import rotate
 from dsjax.models.spec import LayerKind, Where
 
@@ -97,8 +98,8 @@ class Parts:
     Attributes:
       norm: makes each of its norms.
       attention: makes a module that is called with (x_bsd, where).
-      mlp: makes a module that is called with x_bsd; besides what is added to x it may return what the layer adds to
-        the loss and to the metrics.
+      mlp: makes a module that is called with x_bsd (a `Mixture` also with the documents of its tokens); besides what
+        is added to x it may return what the layer adds to the loss and to the metrics.
       before, after: where norms stand: on what goes into attention and mlp, on what comes out.
       dropout: of what is added to x.
     """
@@ -140,7 +141,8 @@ class Layer(nnx.Module):
 
         attended = self.attention(taken(self.attention_norm, x_bsd), where)
         x_bsd = x_bsd + added(self.attention_post_norm, attended)
-        made = self.mlp(taken(self.mlp_norm, x_bsd))
+        into = taken(self.mlp_norm, x_bsd)
+        made = self.mlp(into, where.segment_ids_bs) if isinstance(self.mlp, Mixture) else self.mlp(into)
         y_bsd, *more = made if isinstance(made, tuple) else (made,)
         x_bsd = x_bsd + added(self.mlp_post_norm, y_bsd)
         return (x_bsd, *more) if more else x_bsd

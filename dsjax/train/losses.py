@@ -27,27 +27,29 @@ RESERVED = {
 Extras = dict[str, tuple[jax.Array, jax.Array]]
 
 
-def language_model_loss(chunk: int) -> Callable[[Any, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]:
+def language_model_loss(chunk: int) -> Callable[[Any, Mapping[str, jax.Array]], Any]:
     """Next-token cross-entropy, summed, with the weight of the tokens that count.
 
     Args:
       chunk: tokens of each device whose logits exist at a time.
 
     Returns:
-      ``loss(model, batch) -> (sum, weight)`` for batches of int32 [B, S] `tokens`, `targets`,
+      ``loss(model, batch) -> (sum, weight)``, or with extras where the model's layers add to the loss (it offers
+      `outputs`), for batches of int32 [B, S] `tokens`, `targets`,
       `positions`, `segment_ids` (0: padding) and float32 [B, S] `weights`.
     """
 
-    def loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def loss(model: Any, batch: Mapping[str, jax.Array]) -> Any:
         batch, order, zigzag = _in_order(batch)
+        where = {"positions_bs": batch["positions"], "segment_ids_bs": batch["segment_ids"], "zigzag": zigzag}
+        added, extras = None, {}
         with sequence_positions(order):
-            hidden = model.hidden(
-                batch["tokens"],
-                positions_bs=batch["positions"],
-                segment_ids_bs=batch["segment_ids"],
-                zigzag=zigzag,
-            )
-        return _of_hidden(model, hidden, batch, chunk)
+            if hasattr(model, "outputs"):
+                hidden, added, extras = model.outputs(batch["tokens"], **where)
+            else:
+                hidden = model.hidden(batch["tokens"], **where)
+        total, weight = _of_hidden(model, hidden, batch, chunk)
+        return (total, weight) if added is None else (total + added, weight, extras)
 
     return loss
 

@@ -6,6 +6,7 @@ from dsjax.models.families.base import FamilyConfig
 from dsjax.models.families.gemma import Gemma2Config, Gemma3TextConfig
 from dsjax.models.families.gpt2 import GPT2Config
 from dsjax.models.families.llama import LlamaConfig, MistralConfig
+from dsjax.models.families.mixtures import MixtralConfig, Qwen3MoeConfig
 from dsjax.models.families.olmo import Olmo2Config
 from dsjax.models.families.qwen import Qwen2Config, Qwen3Config
 
@@ -15,5 +16,6 @@ FAMILIES: dict[str, type[FamilyConfig]] = {
     family.model_type: family
     for family in (
         LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Gemma2Config, Gemma3TextConfig, GPT2Config, Olmo2Config,
+        MixtralConfig, Qwen3MoeConfig,
     )
 }  # fmt: skip

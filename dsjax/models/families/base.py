@@ -21,7 +21,7 @@ from dsjax.models.rotary import Rotary, check_scaling
 from dsjax.models.transformer import Attention, Heads, Layer, Parts
 from dsjax.models.weights import Entry, WeightMap
 
-Axes = Mapping[str, tuple[str, ...]]
+Axes = Mapping[str, tuple[str | None, ...]]
 NoDropout = Annotated[float, Field(ge=0, le=0), Takes("0")]
 Scaling = Annotated[dict[str, Any] | None, Takes("a mapping with rope_type, or null")]
 LayerTypes = Annotated[
@@ -102,6 +102,10 @@ class FamilyConfig(Section):
         """Model FLOPs a token, forward and backward: matrix products, and the scores that the mask keeps."""
         raise AttributeError("a family says what it computes")
 
+    def after_step(self) -> Callable[[Any, Mapping[str, Any]], Any] | None:
+        """What changes variables that are no parameters once a step (`ModelSpec.after_step`)."""
+        return None
+
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding and columns of the head."""
@@ -113,7 +117,7 @@ class FamilyConfig(Section):
         abstract = nnx.eval_shape(lambda: Decoder(frame, rngs=nnx.Rngs(0)))
         return {path: leaf.shape for path, leaf in named_leaves(nnx.state(abstract, nnx.Param)).items()}
 
-    def param_axes(self) -> dict[str, tuple[str, ...]]:
+    def param_axes(self) -> dict[str, tuple[str | None, ...]]:
         """`axes` of the parameters that a model of these settings has."""
         paths = list(self.shapes())
         return {pattern: names for pattern, names in self.axes().items() if fnmatch.filter(paths, pattern)}

@@ -56,6 +56,14 @@ def mixture_axes(path: str) -> dict[str, tuple[str | None, ...]]:
     }
 
 
+def mixture_extras(config: MixtureConfig) -> dict[str, Any]:
+    """Shapes of what a mixture tells (see `Mixture`)."""
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    loads = jax.ShapeDtypeStruct((config.layers, config.routing.experts), jnp.float32)
+    means = dict.fromkeys(("router_entropy", "router_balance", "dropped"), (number, number))
+    return {**means, LOAD: Tally(loads, number)}  # type: ignore[arg-type]
+
+
 class Experts(nnx.Module):
     """Gated feed-forward networks, [e, inputs, outputs] each of their matrices; rows go to them by `dispatch`."""
 
@@ -124,11 +132,14 @@ class _Cuts:
 
 
 class Mixture(nnx.Module):
-    """Router and experts, what they add to the loss, and what is to be told of them."""
+    """Router and experts, what they add to the loss, and what is to be told of them.
+
+    Evaluated (`deterministic`, as `nnx.Module.eval` sets it) it adds nothing to the loss.
+    """
 
     def __init__(self, config: MixtureConfig, *, init: Callable[[int, int], Init], rngs: nnx.Rngs):
         routing = config.routing
-        self.config = config
+        self.config, self.deterministic = config, False
         self.number = LayerNumber(jnp.zeros((), jnp.int32))
         self.router = Router(config.features, routing, init=init(config.features, routing.experts), rngs=rngs)
         self.experts = Experts(config, init=init, rngs=rngs)
@@ -149,6 +160,7 @@ class Mixture(nnx.Module):
         y_bsd = self.experts(x_bsd, routed.gates, routed.choices)
         balance, z = balance_loss(routed, counts), z_loss(routed, counts)
         loss = (config.balance * balance + config.z * z) / config.layers
+        loss = jnp.zeros(()) if self.deterministic else loss
         return y_bsd, loss, self._told(routed, counts, lax.stop_gradient(balance))
 
     def _told(self, routed: Any, counts_bs: jax.Array, balance: jax.Array) -> dict[str, Any]:
