@@ -15,8 +15,9 @@ from dsjax.errors import ConfigError
 # `tensor_rows` is the second size of `tensor: [columns, rows]`; the others have their names in a config.
 AXES = ("pipeline", "data", "fsdp", "context", "expert", "tensor", "tensor_rows")
 BATCH_AXES = ("data", "fsdp", "expert")
-# A parameter at rest is cut over these too, and gathered over them to be used.
-SHARD_AXES = ("fsdp", "context", "expert")
+# A parameter at rest is cut over these too, and gathered over them to be used. `context` is the last: a pipeline leaves
+# it to the compiler, inside of what the others have cut.
+SHARD_AXES = ("fsdp", "expert", "context")
 
 
 def resolve_sizes(sizes: Mapping[str, Any], devices: int) -> dict[str, int]:

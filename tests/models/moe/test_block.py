@@ -83,7 +83,7 @@ def test_experts_lie_over_their_axis_and_all_else_is_cut_over_it():
     assert layout.param_spec("moe/experts/down_proj/kernel", (3, E, M, D))[1:] == ("expert", "tensor", "fsdp")
     assert layout.param_spec("moe/router/kernel", (3, D, E))[1] == ("fsdp", "expert")
     assert layout.gathered_over("moe/experts/up_proj/kernel") == ("fsdp", "context")
-    assert layout.gathered_over("moe/router/kernel") == ("fsdp", "context", "expert")
+    assert layout.gathered_over("moe/router/kernel") == ("fsdp", "expert", "context")
 
 
 def test_shards_that_do_not_divide_the_experts_and_models_without_any():
