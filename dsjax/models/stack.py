@@ -19,8 +19,7 @@ from flax import nnx
 from dsjax.mesh import gathered
 from dsjax.mesh.remat import PRODUCTS
 from dsjax.models.calls import in_layer
-from dsjax.models.spec import LayerKind
-from dsjax.models.variables import LayerNumber
+from dsjax.models.variables import Given, LayerNumber
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], layers: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -71,7 +70,7 @@ def run_stacked(
         layer = nnx.merge(graph, gathered(own, prefix), rest, copy=True)
         with in_layer(prefix, index, of, first):
             x = call(layer, x)
-        return x, nnx.state(layer, nnx.Not(nnx.Any(nnx.Param, LayerKind)))
+        return x, nnx.state(layer, nnx.Not(nnx.Any(nnx.Param, Given)))
 
     def run(step: Callable[..., Any], x: Any, scanned: Any) -> tuple[Any, Any]:
         return jax.lax.scan(step, x, scanned, unroll=unroll or 1)

@@ -10,8 +10,10 @@ Run by hand, where torch and transformers are installed (they are not needed to 
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,23 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {"num_key_value_heads": 2, "sliding_window": 5},
         "no-biases": {"num_key_value_heads": 1, "use_bias": False, "tie_word_embeddings": False},
     },
+    "mixtral": {
+        "plain": {"num_key_value_heads": 2, "head_dim": 6, "num_local_experts": 4},
+        "window-tied": {
+            "num_key_value_heads": 1, "sliding_window": 5, "tie_word_embeddings": True, "num_local_experts": 3,
+            "num_experts_per_tok": 1, "rope_parameters": LINEAR,
+        },
+    },
+    "qwen3_moe": {
+        "plain": {
+            "num_key_value_heads": 2, "head_dim": 6, "num_experts": 6, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 8,
+        },
+        "normalised-biases": {
+            "num_key_value_heads": 1, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+            "norm_topk_prob": True, "attention_bias": True, "rope_parameters": YARN,
+        },
+    },
 }  # fmt: skip
 
 
@@ -114,6 +133,18 @@ def drawn(name: str, shape: tuple[int, ...], family: str, rng: np.random.Generat
     if "norm" in name or ".ln_" in name:
         centre, scale = (0.0 if family.startswith("gemma") or name.endswith("bias") else 1.0), 0.1
     return rng.normal(centre, scale, shape).astype(np.float32)
+
+
+def gradients_of(model: Any) -> dict[str, np.ndarray]:
+    """Gradients by the names that a saved model has for their parameters: in memory experts are fused."""
+    from safetensors.numpy import load_file
+
+    values = copy.deepcopy(model)
+    for own, other in zip(values.parameters(), model.parameters(), strict=True):
+        own.data = other.grad
+    with tempfile.TemporaryDirectory() as path:
+        values.save_pretrained(path)
+        return load_file(Path(path) / "model.safetensors")
 
 
 def make(family: str, case: str, fields: dict[str, Any], gradients: bool) -> None:
@@ -135,7 +166,7 @@ def make(family: str, case: str, fields: dict[str, Any], gradients: bool) -> Non
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         saved["loss"] = loss.detach().numpy()
-        saved |= {f"gradient/{name}": value.grad.numpy() for name, value in model.named_parameters()}
+        saved |= {f"gradient/{name}": value for name, value in gradients_of(model).items()}
     path = FIXTURES / f"{family}-{case}"
     shutil.rmtree(path, ignore_errors=True)
     model.save_pretrained(path)

@@ -66,7 +66,7 @@ def test_gradients_equal_those_of_hugging_face(name: str) -> None:
     graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
 
     def mean(params: Any) -> jax.Array:
-        total, weight = language_model_loss(chunk=16)(nnx.merge(graph, params, rest, copy=True), batch)
+        total, weight, *_ = language_model_loss(chunk=16)(nnx.merge(graph, params, rest, copy=True), batch)
         return total / weight
 
     loss, gradients = jax.jit(jax.value_and_grad(mean))(params)
@@ -166,6 +166,14 @@ def changed(tmp_path: Path, name: str, **fields: Any) -> ModelConfig:
         ("gpt2-plain", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx: takes false, got true"),
         ("gpt2-plain", {"n_head": 5}, "model.n_head: 5 does not divide model.n_embd 16"),
         ("olmo2-plain", {"clip_qkv": 8.0}, "has clip_qkv 8.0"),
+        ("mixtral-plain", {"router_jitter_noise": 0.1}, "model.router_jitter_noise: takes 0, got 0.1"),
+        ("mixtral-plain", {"num_experts_per_tok": 9}, "model.num_experts_per_tok: 9 of 4 experts"),
+        (
+            "qwen3_moe-plain",
+            {"decoder_sparse_step": 2},
+            "model.decoder_sparse_step: takes 1: a mixture in every",
+        ),
+        ("qwen3_moe-plain", {"mlp_only_layers": [0]}, "model.mlp_only_layers: takes an empty list"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

@@ -25,6 +25,11 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pipeline2_context2_tensor2": {"pipeline": 2, "context": 2, "tensor": 2},
     "pipeline2_fsdp2_data2": {"pipeline": 2, "fsdp": 2, "data": 2},
 }
+OF_EXPERTS: dict[str, dict[str, int]] = {
+    "expert2_context2_tensor2": {"expert": 2, "context": 2, "tensor": 2},
+    "pipeline2_expert4": {"pipeline": 2, "expert": 4},
+    "data2_fsdp2_expert2": {"data": 2, "fsdp": 2, "expert": 2},
+}
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": VOCAB, "initializer_range": 0.2,
 }  # fmt: skip
@@ -42,11 +47,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**ROTARY, "sliding_window": 7, "sliding_window_pattern": 3, "query_pre_attn_scalar": 8},
     "gpt2": {**SIZES, "embd_pdrop": 0.2, "resid_pdrop": 0.1},
     "olmo2": ROTARY,
+    "mixtral": {**ROTARY, "num_local_experts": 4, "router_aux_loss_coef": 0.1},
+    "qwen3_moe": {
+        **ROTARY, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3, "router_z_loss_coef": 0.01,
+    },
 }  # fmt: skip
 
 
 def program(family: str, layout: str) -> Any:
-    sizes = LAYOUTS[layout]
+    sizes = (LAYOUTS | OF_EXPERTS)[layout]
     config = from_dict(
         {
             "model": {"kind": family, **FIELDS[family]},
@@ -84,9 +93,9 @@ def on_one_device(family: str) -> tuple[list[float], dict[str, np.ndarray], Any,
 
 def cases() -> list[Any]:
     """Every family on one of the layouts, in turn, and on all of them where time is not short."""
-    several = list(LAYOUTS)[1:]
     found = []
     for i, family in enumerate(FIELDS):
+        several = list(OF_EXPERTS if family in ("mixtral", "qwen3_moe") else LAYOUTS)[-3:]
         for layout in several:
             marks = [] if layout == several[i % len(several)] else [pytest.mark.slow]
             found.append(pytest.param(family, layout, marks=marks))

@@ -104,6 +104,7 @@ class MixtralConfig(SparseConfig, MistralConfig):
     """Mixtral."""
 
     model_type: ClassVar[str] = "mixtral"
+    renamed: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     tensors: ClassVar[tuple[str, str, str, str]] = ("block_sparse_moe", "w1", "w3", "w2")
 
     rms_norm_eps: PositiveFloat = 1e-5
@@ -125,6 +126,7 @@ class Qwen3MoeConfig(SparseConfig, Qwen3Config):
     """Qwen 3 with experts in every layer."""
 
     model_type: ClassVar[str] = "qwen3_moe"
+    renamed: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
 
     num_key_value_heads: PositiveInt | None = 4
     head_dim: PositiveInt | None = None
