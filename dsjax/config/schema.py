@@ -96,8 +96,8 @@ class ModelConfig(BaseModel):
         Takes("a family's name, or module:function"),
     ] = described(
         "llama",
-        "A family (llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gpt2, olmo2), or module:function of an "
-        "installed or local module that returns a Flax model, called with the rest of this section. With config "
+        "A family (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3_text, gpt2, olmo2), or "
+        "module:function of an installed or local module that returns a Flax model, called with the rest of this section. With config "
         "the default is its model_type.",
     )
     config: str | None = described(

@@ -23,6 +23,7 @@ from dsjax.mesh.axes import SHARD_AXES
 from dsjax.mesh.layout import axes_of_entry
 from dsjax.models import ModelSpec, Stages, build
 from dsjax.models.families.llama import LlamaConfig
+from dsjax.models.families.mixtures import SparseConfig
 from dsjax.plan.compiled import check_mesh
 from dsjax.precision import compute_dtype
 from dsjax.train.assemble import check_batch
@@ -235,7 +236,8 @@ def _costs(config: Config, model: ModelSpec, stages: Stages) -> Costs | None:
 def has_formulas(model: ModelSpec) -> bool:
     """Whether formulas are for such a model: a Llama or one that differs in nothing that they count."""
     family = model.family
-    return isinstance(family, LlamaConfig) and not family.attention_bias and not family.mlp_bias
+    dense = isinstance(family, LlamaConfig) and not isinstance(family, SparseConfig)
+    return dense and not family.attention_bias and not family.mlp_bias
 
 
 def _sizes(model: ModelSpec) -> Sizes:

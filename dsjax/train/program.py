@@ -1,7 +1,6 @@
 """The compiled side of a trainer: abstract state, places, batches onto devices, one step compiled.
 
-Nothing here knows of files or loops: it turns a model, a loss, an optimizer and a mesh
-into functions over sharded arrays.
+Nothing here knows of files or loops: model, loss, optimizer and mesh become functions over sharded arrays.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ class Program:
       max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync, diloco: as in the config.
       topology: which devices are near to each other; by default as they say themselves.
       rows_a_pass: rows of a batch shard in a pass of the pipeline, where they are known.
-      costs: cost of a layer, of the embedding and of the head, in any unit, where they are known: layers are
-        shared out by them.
+      costs: of a layer, the embedding and the head, in any unit, where known: layers are shared out by them.
       found: by balancing: layers of each virtual stage, in place of those, and microbatches.
       compiler_options: XLA's, for the compiled functions.
       on_compile: called with what was compiled and the seconds it took.
@@ -254,8 +252,7 @@ class Program:
           like: an abstract tree of this program, a state or parts of one, with the places of its arrays.
 
         Returns:
-          The abstract tree of the checkpoint, and a function from what was read to this program's tree in its
-          places.
+          The checkpoint's abstract tree, and a function from what was read to this program's tree in its places.
 
         Raises:
           InputError: it holds another number of layers.
