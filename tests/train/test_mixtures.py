@@ -52,7 +52,7 @@ def test_biases_move_once_a_step_and_are_the_same_on_every_layout():
 
 def test_a_skipped_step_leaves_biases_as_they_were():
     batch = oracle.batch_of("full", 0)
-    program, state, told = steps({"expert": 2}, [batch, {**batch, "weights": batch["weights"] * 0}])
+    _, state, told = steps({"expert": 2}, [batch, {**batch, "weights": batch["weights"] * 0}])
     assert [m["applied"] for m in told] == [1, 0]
     first = steps({"expert": 2}, [batch])[1]
     np.testing.assert_array_equal(bias_of(state), bias_of(first))
@@ -68,7 +68,7 @@ def test_what_metrics_tell():
 
 
 def test_evaluation_has_the_loss_of_tokens_alone():
-    program, state, told = steps({}, [oracle.batch_of("full", 0)])
+    program, _, told = steps({}, [oracle.batch_of("full", 0)])
     batch = program.place_eval(oracle.batch_of("full", 0))
     start = program.init(seed=3)
     found = program.evaluation(batch)(start.params, start.model_state, batch)
