@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -257,7 +257,7 @@ class Layout:
           ConfigError: a line a fault, naming parameter, dimension, axis and what would work.
         """
         leaves = named_leaves(params)
-        faults, indivisible = self._experts_missing(leaves), False
+        faults, indivisible = self._expert_faults(leaves), False
         for path, leaf in leaves.items():
             names = self.names_of(path)
             if names is not None and len(names) != len(leaf.shape):
@@ -281,14 +281,24 @@ class Layout:
             shown = faults[:6] + ([f"... and {len(faults) - 6} more parameters"] if len(faults) > 6 else [])
             raise ConfigError([*shown, self._layout_that_works(leaves)] if indivisible else shown)
 
-    def _experts_missing(self, paths: Iterable[str]) -> list[str]:
-        """The fault of shards of experts where there are none."""
-        shards = self.axis_size(_EXPERT)
-        if shards == 1 or any(_EXPERT in (self.names_of(path) or ()) for path in paths):
-            return []
+    def _expert_faults(self, leaves: Mapping[str, Any]) -> list[str]:
+        """What is wrong with the number of shards of experts: there are none, or it does not divide them."""
+        shards, experts = self.axis_size(_EXPERT), set()
+        for path, leaf in leaves.items():
+            names = list(self.names_of(path) or ())
+            if _EXPERT in names and len(names) == len(leaf.shape):
+                experts.add(leaf.shape[names.index(_EXPERT)])
+        if shards > 1 and not experts:
+            return [
+                f"mesh.expert: {shards} shards of experts, but no parameter of this model is of experts (has a "
+                "dimension named expert in its sharding table); set mesh.expert=1 and give the devices to mesh.fsdp "
+                "or mesh.data"
+            ]
         return [
-            f"mesh.expert: {shards} shards of experts, but no parameter of this model is of experts (has a dimension "
-            "named expert in its sharding table); set mesh.expert=1 and give the devices to mesh.fsdp or mesh.data"
+            f"mesh.expert: {shards} shards do not divide {number} experts; use one of "
+            f"{', '.join(map(str, divisors(number)))}"
+            for number in sorted(experts)
+            if number % shards
         ]
 
     def _cuts_of(self, name: str | None, names: Names, where: str = "") -> list[tuple[str, ...]]:

@@ -88,9 +88,7 @@ def test_experts_lie_over_their_axis_and_all_else_is_cut_over_it():
 
 def test_shards_that_do_not_divide_the_experts_and_models_without_any():
     _, params, _ = block()
-    with pytest.raises(
-        ConfigError, match=r"experts/down_proj/kernel: dimension 0 \(expert, 8\) .* mesh.expert 3"
-    ):
+    with pytest.raises(ConfigError, match="3 shards do not divide 8 experts; use one of 1, 2, 4, 8"):
         Layout(make_mesh({"expert": 3, "fsdp": 1}, jax.devices()[:3]), AXES).check(params)
     with pytest.raises(ConfigError, match="2 shards of experts, but no parameter"):
         Layout(make_mesh({"expert": 2, "fsdp": 4}), {}).check(params)
