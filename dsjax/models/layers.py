@@ -163,9 +163,11 @@ def _lookup(table_vd: jax.Array, tokens_bs: jax.Array, dtype: Any) -> jax.Array:
     batch = cut_axes(layout, "batch", tokens_bs.shape[0])
     sequence = cut_axes(layout, "sequence", tokens_bs.shape[1])
     columns = layout.gather_axes
-    # The dimension of the tokens along which peers hold others of them; those gathered last part first.
+    # The dimension of the tokens along which peers hold others of them; of one dimension, those gathered last part
+    # first.
     cut = (*batch, *sequence, *layout.local)
-    peers = [(axis, 1 if axis in sequence else 0) for axis in columns if axis in cut]
+    along = [axis for axis in columns if axis in cut and axis in sequence]
+    peers = [(a, 1) for a in along] + [(a, 0) for a in columns if a in cut and a not in along]
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
         for axis, dimension in peers:
