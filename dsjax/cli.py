@@ -16,6 +16,7 @@ import typer
 
 from dsjax.cli_checkpoints import app as checkpoints
 from dsjax.cli_errors import guarded, leave, report
+from dsjax.cli_hf import app as hugging_face
 from dsjax.cli_launch import launch
 from dsjax.errors import ConfigError
 
@@ -50,6 +51,7 @@ data = typer.Typer(no_args_is_help=True, help="Tokenise data; look at what the m
 app.add_typer(data, name="data")
 app.command(name="launch", context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(hugging_face, name="hf")
 
 
 def run() -> NoReturn:

@@ -35,12 +35,13 @@ EXTRAS = {
     "aot": "compiling for the GPUs of another machine",
     "remote": "checkpoint.remote.urls",
     "ray": "dsjax.launch.ray",
+    "hub": "models and tokenizers named hf://",
     "parquet": "data.kind parquet",
     "track": "observe.tensorboard, observe.wandb, observe.prometheus_port",
     "dev": "the tests of dsjax itself",
 }
 # Those that settings ask for; GPUs have verdicts of their own.
-USERS_EXTRAS = ("remote", "parquet", "track")
+USERS_EXTRAS = ("remote", "hub", "parquet", "track")
 # What steers jax and dsjax, and what is known to break CUDA.
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_", "DSJAX_", "NCCL_")

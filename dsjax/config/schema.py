@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -36,6 +35,8 @@ from dsjax.config.fields import (
 )
 from dsjax.config.parallel import MeshConfig, PipelineConfig
 from dsjax.config.precision import PrecisionConfig, StabilityConfig
+from dsjax.errors import DsjaxError
+from dsjax.hf.hub import local
 
 
 class RunConfig(Section):
@@ -54,7 +55,9 @@ class RunConfig(Section):
         "has checkpoints; must: refuse one that has none.",
     )
     init_from: str | None = described(
-        None, "Start with the parameters of another run's directory (weights only, step 0)."
+        None,
+        "Start with the parameters of another run's directory, or of a saved Hugging Face model (a directory, or "
+        "hf://org/name): weights only, step 0.",
     )
 
     @property
@@ -101,7 +104,8 @@ class ModelConfig(BaseModel):
         "section. With config the default is its model_type.",
     )
     config: str | None = described(
-        None, "A Hugging Face config.json (or its directory) to read the size fields from."
+        None,
+        "A Hugging Face config.json, its directory, or hf://org/name[@revision], to read the size fields from.",
     )
 
     @model_validator(mode="before")
@@ -109,10 +113,9 @@ class ModelConfig(BaseModel):
     def _kind_of_config(cls, values: Any) -> Any:
         if not isinstance(values, dict) or "kind" in values or not isinstance(values.get("config"), str):
             return values
-        path = Path(values["config"]).expanduser()
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # whoever builds the model says what is wrong with the file
+        # Whoever builds the model says what is wrong with the file.
+        with contextlib.suppress(OSError, ValueError, DsjaxError):
+            path = local(values["config"], "model.config", "config")
             saved = json.loads(
                 ((path / "config.json") if path.is_dir() else path).read_text(encoding="utf-8")
             )
@@ -195,7 +198,7 @@ class DataConfig(Section):
     tokenizer: NonEmpty = described(
         "bytes",
         "bytes; bpe (a byte-pair tokenizer trained on the training documents and kept "
-        "in data.cache_dir); or a tokenizer.json or its directory.",
+        "in data.cache_dir); or a tokenizer.json, its directory, or hf://org/name[@revision].",
     )
     bpe_vocab_size: Annotated[int, Field(ge=258), AfterValidator(fits_an_int)] = described(
         8192, "Vocabulary of the tokenizer trained by bpe, its 256 bytes and two special tokens included."

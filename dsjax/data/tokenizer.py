@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsjax.data.chat import ChatTemplate
 from dsjax.errors import ConfigError, InputError
+from dsjax.hf.hub import local
 
 if TYPE_CHECKING:
     from dsjax.config import Config
@@ -304,11 +305,11 @@ def load_tokenizer(config: Config) -> Tokenizer:
         from dsjax.data.bpe import trained
 
         return HuggingFaceTokenizer(trained(config.data))
-    path = Path(name).expanduser()
+    path = local(name, "data.tokenizer", "tokenizer")
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
         what = f"directory {path} holds no {TOKENIZER_FILE}" if path.is_dir() else f"{path} does not exist"
         raise InputError(
-            f"data.tokenizer: {what}; it takes bytes, bpe, or a {TOKENIZER_FILE} or its directory"
+            f"data.tokenizer: {what}; it takes bytes, bpe, a {TOKENIZER_FILE} or its directory, or hf://org/name"
         )
     return HuggingFaceTokenizer(file)

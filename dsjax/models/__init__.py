@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -13,6 +12,7 @@ from dsjax.config.messages import nearest, takes, unknown_key
 from dsjax.config.schema import ModelConfig
 from dsjax.config.yaml_core import show
 from dsjax.errors import ConfigError, InputError
+from dsjax.hf.hub import local
 from dsjax.models.decoder import Decoder
 from dsjax.models.families import FAMILIES, FamilyConfig
 from dsjax.models.spec import ModelSpec, Stages, Trunk
@@ -139,7 +139,7 @@ def _with_data(
 
 def _saved_fields(config: ModelConfig) -> dict[str, Any]:
     """What a config.json says."""
-    path = Path(str(config.config)).expanduser()
+    path = local(str(config.config), "model.config", "config")
     path = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

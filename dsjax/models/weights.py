@@ -165,6 +165,10 @@ class WeightMap:
         """Names and shapes of all tensors."""
         return {name: holders[0][0].extent for name, holders in self._tensors.items()}
 
+    def stacked(self, path: str) -> int:
+        """How many leading dimensions of a parameter number its tensors."""
+        return len(self._of[path][0].stack)
+
     def pieces(self, path: str, box: Box | None = None) -> list[Piece]:
         """What a parameter, or a box of it, is made of."""
         box = box or tuple((0, n) for n in self.shapes[path])

@@ -149,6 +149,7 @@ def _recipe(config: Config, model: ModelSpec) -> Recipe:
         remat_by_step=not model.remat_by_layer,
         stages=_stages(config, model),
         after_step=model.after_step,
+        weights=model.family and model.family.weights,
     )
 
 

@@ -28,6 +28,7 @@ from dsjax.grad_sync.residuals import facts_of
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
 from dsjax.mesh.topology import Topology
 from dsjax.models import Stages
+from dsjax.models.weights import WeightMap
 from dsjax.precision import Policy, histories_of
 from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter
 from dsjax.train.diloco import apart_notes, refuse_last_step, refuse_pipeline
@@ -66,6 +67,7 @@ class Recipe:
       remat_by_step: recomputation goes around the whole loss; False for a model that does it by layer.
       stages: the model cut for a pipeline; None: it cannot be.
       after_step: as of `ModelSpec`.
+      weights: makes the map to a saved model's tensors; None: there is none.
     """
 
     init: Init
@@ -76,6 +78,7 @@ class Recipe:
     remat_by_step: bool = True
     stages: Stages | None = None
     after_step: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    weights: Callable[[], WeightMap] | None = None
 
 
 @dataclass

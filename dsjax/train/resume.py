@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -12,7 +13,11 @@ import jax
 from dsjax.checkpoint import DiskCheckpoints
 from dsjax.checkpoint.places import checkpoints_of, put_aside
 from dsjax.config import Config
-from dsjax.errors import Damaged, InputError
+from dsjax.errors import ConfigError, Damaged, InputError
+from dsjax.hf.hub import is_saved_model, local
+from dsjax.hf.load import loaded
+from dsjax.hf.save import KEPT, Side
+from dsjax.hf.tensors import Tensors
 from dsjax.processes import gather, together
 from dsjax.train.carried import Guards, Kept, Workers, with_params
 from dsjax.train.given import require_alive
@@ -218,13 +223,37 @@ def _refuse_if_never(latest: int | None, resume: str, where: Any) -> None:
 
 
 def fresh_state(program: Program, config: Config) -> State:
-    """The state of a run that has none yet: new, or with the parameters of another run (`run.init_from`)."""
+    """The state of a run that has none yet: new, or with the parameters that `run.init_from` names.
+
+    Raises:
+      ConfigError, InputError: they are not there, or of another model.
+    """
     state, source = program.init(config.run.seed), config.run.init_from
     if source is None:
         return state
+    if is_saved_model(source):
+        return _from_saved_model(program, state, source, Path(config.run.directory))
     other = DiskCheckpoints(checkpoints_of(source))
     latest = other.latest_step()
     if latest is None:
         raise InputError(f"run.init_from {source}: holds no checkpoint")
     stored, back = program.held(other.facts(latest), {"params": program.abstract_state.params})
     return with_params(program, state, back(other.restore_part(latest, stored))["params"])
+
+
+def _from_saved_model(program: Program, state: State, source: str, run: Path) -> State:
+    """The state with a saved model's weights; what stands beside them is kept in the run's directory."""
+    key = "run.init_from"
+    if program.recipe.weights is None:
+        raise ConfigError(
+            f"{key}: {source} is a saved model of Hugging Face's, which only families of models read (model.kind), "
+            "not a model of your own"
+        )
+    directory = together(lambda: local(source, key, "weights"))
+    weights, tensors = program.recipe.weights(), Tensors(directory, key)
+    params, model_state = (
+        loaded(part, weights, tensors, program.slots) for part in (state.params, state.model_state)
+    )
+    if jax.process_index() == 0:
+        Side.of(directory).keep(run / KEPT)
+    return with_params(program, replace(state, model_state=model_state), params)

@@ -60,6 +60,10 @@ class FamilyConfig(Section):
     """Other names of fields -> their own."""
     passed_over: ClassVar[frozenset[str]] = PASSED_OVER
     positions_field: ClassVar[str] = "max_position_embeddings"
+    ours: ClassVar[frozenset[str]] = frozenset({"dropout", "init"})
+    """Fields that Hugging Face's config does not have and a trained model does not need."""
+    architecture: ClassVar[str]
+    """Name of the class that reads it in the transformers library."""
     ignored_tensors: ClassVar[Sequence[str]] = ("*.rotary_emb.inv_freq",)
     prefix: ClassVar[str] = "model."
 
@@ -85,6 +89,24 @@ class FamilyConfig(Section):
         faults = self.faults()
         if faults:
             raise ConfigError(faults)
+
+    def saved_config(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json for a model of these settings.
+
+        Args:
+          kept: the one that it came with; fields of which the family knows nothing stay.
+        """
+        values = {name: value for name, value in kept.items() if name != "quantization_config"}
+        for name, known in type(self).model_fields.items():
+            if name in self.ours:
+                continue
+            value = getattr(self, name)
+            name = next((n for n, own in self.renamed.items() if own == name and n in values), name)
+            given = values[name] if name in values else None if known.is_required() else known.default
+            if value != given:
+                values[name] = value
+        own = {"architectures": [self.architecture], "model_type": self.model_type}
+        return {**own, **values} if not kept else {**values, **own}
 
     def frame(self) -> Frame:
         """What a `Decoder` is made of."""

@@ -33,6 +33,7 @@ class Gemma2Config(TransformerConfig):
     """Gemma 2: every other layer, the first included, looks back through a window; scores and logits are capped."""
 
     model_type: ClassVar[str] = "gemma2"
+    architecture: ClassVar[str] = "Gemma2ForCausalLM"
     norms: ClassVar[Mapping[str, str]] = {
         "attention_norm": "input_layernorm",
         "attention_post_norm": "post_attention_layernorm",
@@ -89,6 +90,7 @@ class Gemma3TextConfig(Gemma2Config):
     """Gemma 3's text model: norms of queries and keys; layers with a window have rotary positions of their own."""
 
     model_type: ClassVar[str] = "gemma3_text"
+    architecture: ClassVar[str] = "Gemma3ForCausalLM"
     renamed: ClassVar[Mapping[str, str]] = {"_sliding_window_pattern": "sliding_window_pattern"}
 
     final_logit_softcapping: PositiveFloat | None = None

@@ -28,6 +28,7 @@ class GPT2Config(FamilyConfig):
     """GPT-2; attention weights have no dropout here, so `attn_pdrop` is 0 unlike in Hugging Face."""
 
     model_type: ClassVar[str] = "gpt2"
+    architecture: ClassVar[str] = "GPT2LMHeadModel"
     renamed: ClassVar[Mapping[str, str]] = {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",

@@ -15,6 +15,7 @@ class LlamaConfig(TransformerConfig):
     """Llama; `sliding_window` is ours."""
 
     model_type: ClassVar[str] = "llama"
+    architecture: ClassVar[str] = "LlamaForCausalLM"
 
     mlp_bias: bool = False
     sliding_window: PositiveInt | None = None
@@ -32,6 +33,7 @@ class MistralConfig(LlamaConfig):
     """Mistral."""
 
     model_type: ClassVar[str] = "mistral"
+    architecture: ClassVar[str] = "MistralForCausalLM"
 
     num_key_value_heads: PositiveInt | None = 8
     attention_bias: Annotated[Literal[False], Takes("false")] = False

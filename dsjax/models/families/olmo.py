@@ -16,6 +16,7 @@ class Olmo2Config(TransformerConfig):
     """OLMo 2."""
 
     model_type: ClassVar[str] = "olmo2"
+    architecture: ClassVar[str] = "Olmo2ForCausalLM"
     norms: ClassVar[Mapping[str, str]] = {
         "attention_post_norm": "post_attention_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",

@@ -14,6 +14,7 @@ class Qwen2Config(TransformerConfig):
     """Qwen 2; with `use_sliding_window` layers from `max_window_layers` on look back through a window."""
 
     model_type: ClassVar[str] = "qwen2"
+    architecture: ClassVar[str] = "Qwen2ForCausalLM"
 
     num_key_value_heads: PositiveInt | None = 32
     attention_bias: Annotated[Literal[True], Takes("true")] = True
@@ -40,6 +41,7 @@ class Qwen3Config(Qwen2Config):
     """Qwen 3."""
 
     model_type: ClassVar[str] = "qwen3"
+    architecture: ClassVar[str] = "Qwen3ForCausalLM"
 
     head_dim: PositiveInt | None = 128
     attention_bias: bool = False  # type: ignore[assignment]

@@ -1,0 +1,198 @@
+"""Saved models onto meshes and back, and what is said of those that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dsjax.config import load
+from dsjax.errors import ConfigError, InputError
+from dsjax.hf.hub import is_saved_model, local
+from dsjax.hf.tensors import INDEX, Tensors
+from dsjax.mesh import named_leaves
+from dsjax.train.assemble import program_for
+from dsjax.train.hugging_face import check_model, export_run, import_model
+from dsjax.train.resume import fresh_state
+
+FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
+# One of each kind of weights: plain, biases and a window by layer, tied and scaled, fused projections.
+KINDS = ("llama-llama3-tied", "qwen2-windows-tied", "gemma2-capped", "gpt2-plain")
+
+
+def copied(name: str, to: Path) -> Path:
+    shutil.copytree(FIXTURES / name, to)
+    (to / "expected.npz").unlink()
+    return to
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_comes_out_as_it_went_in(name: str, tmp_path: Path) -> None:
+    assert import_model(str(FIXTURES / name), str(tmp_path / "run"), []) == 0
+    assert export_run(str(tmp_path / "run"), str(tmp_path / "out"), None, None, 10**9) == 0
+    before, after = (load_file(d / "model.safetensors") for d in (FIXTURES / name, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    for tensor, value in before.items():
+        assert value.dtype == after[tensor].dtype
+        np.testing.assert_array_equal(value, after[tensor], strict=True)
+    was, is_ = (json.loads((d / "config.json").read_text()) for d in (FIXTURES / name, tmp_path / "out"))
+    assert was == is_
+
+
+def test_files_of_a_size_with_an_index_in_the_type_that_came(tmp_path: Path) -> None:
+    source = copied("llama-plain", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    narrow = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
+    half = sorted(narrow)[: len(narrow) // 2]
+    (source / "model.safetensors").unlink()
+    rest = narrow.keys() - set(half)
+    parts = {f"{i}.safetensors": {n: narrow[n] for n in names} for i, names in enumerate((half, rest))}
+    for file, part in parts.items():
+        save_file(part, source / file)
+    where = {name: file for file, part in parts.items() for name in part}
+    (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    (source / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+
+    import_model(str(source), str(tmp_path / "run"), [])
+    export_run(str(tmp_path / "run"), str(tmp_path / "out"), None, None, 4000)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2 and files == sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    out = {n: v for file in files for n, v in load_file(tmp_path / "out" / file).items()}
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in out.values())
+    for name, value in narrow.items():
+        np.testing.assert_array_equal(out[name].view(np.uint16), value.view(np.uint16), strict=True)
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"chat_template": "x"}'
+
+
+MESHES = ({"fsdp": 8}, {"fsdp": 2, "tensor": 2, "context": 2}, {"pipeline": 2, "data": 2, "tensor": 2})
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_mesh_gets_the_weights_each_byte_read_once_a_shard(
+    mesh: dict[str, int], tmp_path: Path, monkeypatch: Any
+) -> None:
+    read: list[Tensors] = []
+    monkeypatch.setattr(Tensors, "__init__", _noting(Tensors.__init__, read))
+    source = FIXTURES / "gemma3_text-pattern"
+    sizes = [f"mesh.{axis}={size}" for axis, size in {"fsdp": 1, **mesh}.items()]
+    config = load([], [*sizes, "model.kind=gemma3_text", f"model.config={source}", f"run.init_from={source}",
+                       f"run.dir={tmp_path}", "train.global_batch_size=8", "train.sequence_length=16",
+                       "train.gradient_accumulation_steps=1", "data.kind=synthetic"])  # fmt: skip
+    program, model = program_for(config, jax.devices()[:8])
+    state = fresh_state(program, config)
+    want = model.family.weights().from_theirs(load_file(source / "model.safetensors"))
+    got = named_leaves(jax.device_get(program.in_order(state.params)))
+    assert got.keys() == want.keys()
+    for path, value in want.items():
+        np.testing.assert_array_equal(np.asarray(got[path]), value, strict=True)
+    # Devices that hold the same share one reading; where a cut goes through a head's columns both sides read it.
+    stored = sum(v.nbytes for v in load_file(source / "model.safetensors").values())
+    assert stored <= read[0].read <= 1.05 * stored
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
+def _noting(init: Any, made: list[Any]) -> Any:
+    def noting(self: Any, *args: Any) -> None:
+        init(self, *args)
+        made.append(self)
+
+    return noting
+
+
+def test_a_box_reads_its_own_bytes_and_blocks_of_8_bits_get_their_scales(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.normal(size=(10, 6)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(0.5, 2, size=(3, 2)).astype(np.float32)
+    save_file({"w": codes, "w_scale_inv": scales, "v": np.arange(4.0)}, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = Tensors(tmp_path)
+    assert tensors.shapes == {"w": (10, 6), "v": (4,)}
+    assert tensors.get("v", ((1, 3),)).tolist() == [1.0, 2.0] and tensors.read == 16
+    whole = codes.astype(np.float32) * np.repeat(np.repeat(scales, 4, 0), 4, 1)[:10, :6]
+    np.testing.assert_array_equal(tensors.get("w", ((3, 9), (2, 6))), whole[3:9, 2:6])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="weight_block_size"):
+        Tensors(tmp_path)
+
+
+def _broken(kind: str, at: Path) -> None:
+    file = at / "model.safetensors"
+    if kind == "cut short":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif kind == "no header":
+        file.write_bytes(b"\xff" * 64)
+    elif kind == "pickled":
+        file.rename(at / "pytorch_model.bin")
+    elif kind == "index":
+        (at / INDEX).write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    else:
+        tensors = load_file(file)
+        if kind == "missing":
+            del tensors["model.norm.weight"]
+        elif kind == "more":
+            tensors["lm_head.bias"] = np.zeros(3)
+        else:
+            tensors["model.norm.weight"] = np.zeros(3)
+        save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("cut short", "no whole safetensors file"),
+        ("no header", "no whole safetensors file"),
+        ("pickled", "pytorch_model.bin can hold code and is not read"),
+        ("index", "names ../elsewhere.safetensors"),
+        ("missing", "model.norm.weight is missing"),
+        ("more", "lm_head.bias is no tensor of this model"),
+        ("shape", "model.norm.weight has shape"),
+    ],
+)
+def test_files_that_are_no_such_model_are_refused_by_name(kind: str, says: str, tmp_path: Path) -> None:
+    source = copied("llama-plain", tmp_path / "source")
+    _broken(kind, source)
+    with pytest.raises(InputError, match=says):
+        check_model(str(source))
+    with pytest.raises(InputError, match=says):
+        import_model(str(source), str(tmp_path / "run"), [])
+
+
+def test_directories_that_are_taken_or_no_runs_are_refused(tmp_path: Path) -> None:
+    source = str(FIXTURES / "llama-plain")
+    with pytest.raises(InputError, match="is no run's directory"):
+        export_run(source, str(tmp_path / "out"), None, None, 10**9)
+    import_model(source, str(tmp_path / "run"), [])
+    with pytest.raises(InputError, match="is a run already"):
+        import_model(source, str(tmp_path / "run"), [])
+    with pytest.raises(InputError, match="is not empty"):
+        export_run(str(tmp_path / "run"), source, None, None, 10**9)
+
+
+def test_names_of_the_hub(tmp_path: Path, monkeypatch: Any) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    assert is_saved_model("hf://org/name") and not is_saved_model(tmp_path)
+    for wrong in ("hf://", "hf://a/b/c", "hf://../x"):
+        with pytest.raises(ConfigError, match="takes hf://org/name"):
+            local(wrong, "model.config", "config")
+    # The cache as huggingface_hub keeps it; nothing is fetched.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--org--name"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40)
+    copied("llama-plain", kept / "snapshots" / ("0" * 40))
+    assert local("hf://org/name", "run.init_from", "weights") == kept / "snapshots" / ("0" * 40)
+    assert check_model("hf://org/name") == 0
+    with pytest.raises(InputError, match=r"model.config: hf://org/other is not in the cache"):
+        local("hf://org/other", "model.config", "config")
