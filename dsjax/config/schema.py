@@ -99,8 +99,8 @@ class ModelConfig(BaseModel):
         Takes("a family's name, or module:function"),
     ] = described(
         "llama",
-        "A family (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3_text, gpt2, olmo2), or "
-        "module:function of an installed or local module that returns a Flax model, called with the rest of this "
+        "A family (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma2, gemma3_text, gpt2, olmo2, deepseek_v3), "
+        "or module:function of an installed or local module that returns a Flax model, called with the rest of this "
         "section. With config the default is its model_type.",
     )
     config: str | None = described(

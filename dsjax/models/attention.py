@@ -66,7 +66,8 @@ def attention(
     """softmax(cap * tanh(q k^T * scale / cap)) v over the keys that each query may see; no tanh without a cap.
 
     Args:
-      q_bsnh, k_bskh, v_bskh: n is a multiple of k (grouped-query attention); global arrays.
+      q_bsnh, k_bskh, v_bskh: n is a multiple of k (grouped-query attention); global arrays. The last dimension of v
+        may be another.
       segment_ids_bs: int32; a query sees only keys of its own segment (packed documents).
       causal: only keys up to the query's own place.
       window: only keys less than so many places away. Several: `kind` tells which of them counts.
@@ -98,7 +99,7 @@ def attention(
         if ranks > 1:
             k, v = _whole_sequence(k, ranks, zigzag), _whole_sequence(v, ranks, zigzag)
             all_segments = None if own is None else _whole_sequence(own, ranks, zigzag)
-        form = _cudnn if on_gpu and cap is None and cudnn_attention.fits(q, k, parts[0]) else _chunked
+        form = _cudnn if on_gpu and cap is None and cudnn_attention.fits(q, k, v, parts[0]) else _chunked
         return form(q, k, v, own, all_segments, more.get("kind"), plan)
 
     batch, sequence, q_heads, kv_heads = names

@@ -19,13 +19,14 @@ from dsjax.models.chunked_attention import Mask, Part, rows, section_seen, secti
 _MAX_HEAD_DIM = 128
 
 
-def fits(q: jax.Array, k: jax.Array, parts: Sequence[Part] = ()) -> bool:
-    """Whether cuDNN's kernels take these queries and keys (16 bits, head size, even lengths), cut into these parts."""
+def fits(q: jax.Array, k: jax.Array, v: jax.Array, parts: Sequence[Part] = ()) -> bool:
+    """Whether cuDNN's kernels take these arrays (16 bits, head size, even lengths), cut into these parts."""
     head_dim = q.shape[-1]
     return (
         q.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= _MAX_HEAD_DIM
+        and v.shape[-1] == head_dim
         and q.shape[1] % 2 == 0
         and k.shape[1] % 2 == 0
         and all(part.length % 2 == 0 for part in parts)

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsjax.mesh import constrain, current_layout, gathered, zigzag_order
-from dsjax.models.layers import Embedding, Init, Matrix
+from dsjax.models.layers import Embedding, Init, Linear, Matrix
 from dsjax.models.rotary import Rotary
 from dsjax.models.spec import LayerKind, Trunk, Where
 from dsjax.models.stack import run_stacked, stacked
+from dsjax.models.variables import LayerNumber
 
 # Rows of tables (vocabulary, positions) are padded to a multiple of this, so that they divide over any mesh.
 _ROWS_MULTIPLE = 128
@@ -28,6 +29,39 @@ _ROWS_MULTIPLE = 128
 def padded(rows: int) -> int:
     """Rows of a table with its padding."""
     return -(-rows // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Layers after the last one, each of which predicts a token further (DeepSeek-AI 2024, section 2.2).
+
+    Attributes:
+      count: of them.
+      weight: of their mean loss.
+      init: (inputs, outputs) -> initialiser of a matrix of that size.
+    """
+
+    count: int
+    weight: float
+    init: Callable[[int, int], Init]
+
+
+class AheadLayer(nnx.Module):
+    """States and the next token's embedding, joined into the input of a layer; norm of what comes out."""
+
+    def __init__(self, frame: Frame, ahead: Ahead, *, rngs: nnx.Rngs):
+        d = frame.hidden_size
+        self.embed_norm, self.hidden_norm = frame.norm(rngs), frame.norm(rngs)
+        self.proj = Linear((2, d), (d,), init=ahead.init(2 * d, d), rngs=rngs)
+        self.block = frame.layer(rngs)
+        self.last_norm = frame.norm(rngs)
+
+    def __call__(self, hidden_bsd: jax.Array, embedded_bsd: jax.Array, where: Where) -> tuple[Any, ...]:
+        """The states after it, and what else its layer returned."""
+        both = jnp.stack([self.embed_norm(embedded_bsd), self.hidden_norm(hidden_bsd)], axis=2)
+        made = self.block(constrain(self.proj(both), "batch", "residual", "embed"), where)
+        x, *more = made if isinstance(made, tuple) else (made,)
+        return (self.last_norm(x), *more)
 
 
 @dataclass(frozen=True)
@@ -46,6 +80,7 @@ class Frame:
       logit_cap: logits are cap * tanh(logits / cap).
       dropout: of the first layer's input.
       dense_layers, dense_layer: layers of another shape before the others, which return x alone.
+      ahead: layers that look further ahead; None: there are none.
       adds: the metrics of layers that return (x, what they add to the loss, metrics): (name, shapes of (sum, weight)
         or `Tally`); None: they return x alone.
     """
@@ -65,6 +100,7 @@ class Frame:
     dropout: float = 0.0
     dense_layers: int = 0
     dense_layer: Callable[[nnx.Rngs], nnx.Module] | None = None
+    ahead: Ahead | None = None
     adds: tuple[tuple[str, Any], ...] | None = None
 
     def where(self, positions_bs: Any, segment_ids_bs: Any, zigzag: bool) -> Where:
@@ -80,6 +116,7 @@ class Frame:
             embed=lambda model, tokens, where: model.embedded(tokens, where),
             layer=lambda layer, x, where: layer(x, where),
             norm=lambda model, x: model.norm(x, "norm"),
+            ahead=self.ahead.count if self.ahead else 0,
         )
 
 
@@ -106,6 +143,14 @@ class Decoder(nnx.Module):
         for _, variable in nnx.iter_graph(self.layers):
             if isinstance(variable, LayerKind):
                 variable[...] = jnp.asarray(frame.kinds, jnp.int32)
+        ahead = frame.ahead
+        self.ahead = (
+            stacked(lambda rngs: AheadLayer(frame, ahead, rngs=rngs), ahead.count, rngs) if ahead else None
+        )
+        for _, variable in nnx.iter_graph(self.ahead) if ahead else ():
+            if isinstance(variable, LayerNumber):  # counted on from the layers before them
+                variable[...] = variable[...] + frame.layers
+        self.deterministic = False
         self.norm = frame.norm(rngs)
         self.head = None if frame.tied else Matrix((d,), (rows,), init=frame.init, rngs=rngs)
 
@@ -155,6 +200,31 @@ class Decoder(nnx.Module):
         start = (x_bsd, jnp.zeros((), jnp.float32), nothing)
         x_bsd, loss, metrics = self._through(self.layers, "layers", start, call)
         return self.norm(x_bsd, "norm"), loss, metrics
+
+    def further(
+        self, hidden_bsd: jax.Array, tokens_bsk: jax.Array, where: Where
+    ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+        """States [k, b, s, d] from which tokens further ahead are predicted, what is added to the loss, and metrics.
+
+        Args:
+          hidden_bsd: as `hidden` returns them.
+          tokens_bsk: int32: the next token, the one after it, ...
+        """
+        embedded = jnp.stack([self.embed(tokens_bsk[..., k]) for k in range(tokens_bsk.shape[-1])])
+
+        def call(layer: Any, carry: Any) -> Any:
+            k, hidden, states, loss, metrics = carry
+            here = jax.lax.dynamic_index_in_dim(embedded, k, keepdims=False)
+            hidden, *more = layer(hidden, here, where)
+            if more:
+                loss, metrics = loss + more[0], jax.tree.map(jnp.add, metrics, more[1])
+            return k + 1, hidden, states.at[k].set(hidden), loss, metrics
+
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), dict(self.frame.adds or ()))
+        start = (jnp.int32(0), hidden_bsd, jnp.zeros_like(embedded, hidden_bsd.dtype), jnp.zeros(()), nothing)
+        assert self.ahead is not None
+        _, _, states, loss, metrics = run_stacked(self.ahead, start, call, prefix="ahead", remat=self.remat)
+        return states, loss, metrics
 
     def hidden(self, tokens_bs: jax.Array, **where: Any) -> jax.Array:
         """States [b, s, d] after the last norm, in the compute type.

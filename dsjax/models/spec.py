@@ -82,12 +82,14 @@ class Trunk:
       embed: ``embed(model, tokens_bs, where) -> x_bsd``.
       layer: ``layer(layer, x_bsd, where) -> x_bsd``.
       norm: ``norm(model, x_bsd) -> hidden_bsd``.
+      ahead: further tokens that it predicts in training.
     """
 
     where: Callable[[Any, Any, bool], Any]
     embed: Callable[[Any, Any, Any], Any]
     layer: Callable[[Any, Any, Any], Any]
     norm: Callable[[Any, Any], Any]
+    ahead: int = 0
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ def language_model_loss(chunk: int) -> Callable[[Any, Mapping[str, jax.Array]], 
     """
 
     def loss(model: Any, batch: Mapping[str, jax.Array]) -> Any:
-        batch, order, zigzag = _in_order(batch)
+        frame = getattr(model, "frame", None)
+        batch, order, zigzag = _in_order(batch, frame.trunk.ahead if frame else 0)
         where = {"positions_bs": batch["positions"], "segment_ids_bs": batch["segment_ids"], "zigzag": zigzag}
         added, extras = None, {}
         with sequence_positions(order):
@@ -48,8 +49,10 @@ def language_model_loss(chunk: int) -> Callable[[Any, Mapping[str, jax.Array]], 
                 hidden, added, extras = model.outputs(batch["tokens"], **where)
             else:
                 hidden = model.hidden(batch["tokens"], **where)
-        total, weight = _of_hidden(model, hidden, batch, chunk)
-        return (total, weight) if added is None else (total + added, weight, extras)
+            given = frame and frame.where(batch["positions"], batch["segment_ids"], zigzag)
+            total, weight, *more = _of_hidden(model, hidden, batch, chunk, given)
+        extras = merged(extras, *more)
+        return (total if added is None else total + added, weight, *([extras] if extras else []))
 
     return loss
 
@@ -58,7 +61,7 @@ def language_model_stages(trunk: Trunk, chunk: int, remat: str = "none") -> Stag
     """`language_model_loss` of a model whose layers are shared out over a pipeline."""
 
     def prepare(batch: Mapping[str, jax.Array]) -> dict[str, Any]:
-        batch, order, zigzag = _in_order(batch)
+        batch, order, zigzag = _in_order(batch, trunk.ahead)
         return {
             **batch,
             "order": order,
@@ -73,18 +76,31 @@ def language_model_stages(trunk: Trunk, chunk: int, remat: str = "none") -> Stag
         with sequence_positions(batch["order"]):
             return trunk.layer(layer, x, batch["where"])
 
+    def head(model: Any, x: Any, batch: Mapping[str, Any]) -> Any:
+        with sequence_positions(batch["order"]):
+            return _of_hidden(model, trunk.norm(model, x), batch, chunk, batch["where"])
+
     return Stages(
         embed=embed,
         layer=layer,
-        head=lambda model, x, batch: _of_hidden(model, trunk.norm(model, x), batch, chunk),
+        head=head,
         prepare=prepare,
         remat=remat,
         gathers=True,
     )
 
 
-def _in_order(batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], np.ndarray, bool]:
-    """The batch as the devices along `context` share it, each slot's place in the sequence, and whether zigzag."""
+def _in_order(
+    batch: Mapping[str, jax.Array], ahead: int = 0
+) -> tuple[dict[str, jax.Array], np.ndarray, bool]:
+    """The batch as the devices along `context` share it, each slot's place in the sequence, and whether zigzag.
+
+    Args:
+      ahead: further tokens to be predicted: `ahead_targets` and `ahead_weights` [b, s, 1 + ahead], those of the next
+        token first.
+    """
+    if ahead:
+        batch = {**batch, **_further(batch, ahead)}
     layout = current_layout()
     ranks = layout.axis_size("context") if layout is not None else 1
     length = batch["tokens"].shape[1]
@@ -92,21 +108,41 @@ def _in_order(batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], np.
     if ranks > 1:
         # Token numbers are small; putting them in order here keeps the loader free of the mesh.
         batch = {name: value[:, order] for name, value in batch.items()}
-    return {n: constrain(value, "batch", "sequence") for n, value in batch.items()}, order, ranks > 1
+    placed = {n: constrain(v, "batch", "sequence", *(None,) * (v.ndim - 2)) for n, v in batch.items()}
+    return placed, order, ranks > 1
 
 
-def _of_hidden(model: Any, hidden: Any, batch: Mapping[str, Any], chunk: int) -> tuple[jax.Array, jax.Array]:
-    total = linear_cross_entropy(
-        hidden,
-        model.unembedding(),
-        batch["targets"],
-        batch["weights"],
-        vocab_size=model.vocab_size,
-        dtype=model.head_dtype or hidden.dtype,
-        chunk=chunk,
-        cap=getattr(model, "logit_cap", None),
-    )
-    return total, jnp.sum(batch["weights"])
+def _further(batch: Mapping[str, jax.Array], ahead: int) -> dict[str, jax.Array]:
+    """Targets further ahead, and their weights: 0 where that token is of another document."""
+    segments = batch["segment_ids"]
+    same = jnp.pad(segments[:, 1:] == segments[:, :-1], ((0, 0), (0, 1)))
+    targets, weights = [batch["targets"]], [batch["weights"]]
+    for _ in range(ahead):
+        targets.append(jnp.pad(targets[-1][:, 1:], ((0, 0), (0, 1))))
+        weights.append(jnp.pad(weights[-1][:, 1:], ((0, 0), (0, 1))) * same)
+    return {"ahead_targets": jnp.stack(targets, -1), "ahead_weights": jnp.stack(weights, -1)}
+
+
+def _of_hidden(model: Any, hidden: Any, batch: Mapping[str, Any], chunk: int, where: Any) -> tuple[Any, ...]:
+    """(sum, weight) of the next token, and in training of those further ahead: (sum, weight, extras).
+
+    The mean of those is over the tokens of the main loss, as in the paper, so one division serves both.
+    """
+
+    def summed(hidden: Any, targets: jax.Array, weights: jax.Array) -> jax.Array:
+        return linear_cross_entropy(
+            hidden, model.unembedding(), targets, weights, vocab_size=model.vocab_size,
+            dtype=model.head_dtype or hidden.dtype, chunk=chunk, cap=getattr(model, "logit_cap", None),
+        )  # fmt: skip
+
+    total, weight = summed(hidden, batch["targets"], batch["weights"]), jnp.sum(batch["weights"])
+    if "ahead_targets" not in batch or model.deterministic:
+        return total, weight
+    targets, weights, ahead = batch["ahead_targets"], batch["ahead_weights"], model.frame.ahead
+    states, added, extras = model.further(hidden, targets[..., :-1], where)
+    further = sum(summed(states[k], targets[..., k + 1], weights[..., k + 1]) for k in range(ahead.count))
+    extras = {**extras, "ahead_loss": (further, jnp.sum(weights[..., 1:]))}
+    return total + added + ahead.weight / ahead.count * further, weight, extras
 
 
 def loss_of_stages(stages: Stages) -> Callable[[Any, Any], tuple[jax.Array, jax.Array, Extras]]:
@@ -197,8 +233,9 @@ def layer_result(result: Any) -> tuple[Any, jax.Array, Extras]:
     return result[0], jnp.asarray(result[1], jnp.float32), extras
 
 
-def merged(first: Extras, second: Extras) -> Extras:
+def merged(first: Extras, second: Extras | None = None) -> Extras:
     """Extras of two parts of a model together; those of one name are added."""
+    second = second or {}
     both = {name: jax.tree.map(jnp.add, first[name], second[name]) for name in first.keys() & second.keys()}
     return {**first, **second, **both}
 

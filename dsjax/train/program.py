@@ -279,7 +279,7 @@ class Program:
 
     def slots(self, path: str) -> np.ndarray:
         """The layer in each slot of the stack at a path; without a pipeline they lie in order."""
-        if self.stacking is not None:
+        if self.stacking is not None and path == self.stacking.path:
             return self.stacking.slots
         params = named_leaves(self.abstract_state.params) | named_leaves(self.abstract_state.model_state)
         depths = [leaf.shape[0] for name, leaf in params.items() if name.startswith(f"{path}/") and leaf.ndim]

@@ -43,7 +43,7 @@ def load(spec: ModelSpec, tensors: dict[str, np.ndarray], padding: float = 50.0)
             value = params[table] if table.startswith("embed") else params[table].T
             value[rows:] = padding
     model = spec.init(nnx.Rngs(0))
-    state = nnx.state(model, nnx.Param)
+    state = nnx.state(model, nnx.Any(nnx.Param, *spec.family.saved))
     assert named_leaves(state).keys() == params.keys()
     paths = jax.tree_util.tree_leaves(named(state))
     nnx.update(

@@ -35,6 +35,11 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 FULL, NEAR = "full_attention", "sliding_attention"
 GPT2 = {"vocab_size": 97, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 40, "attn_pdrop": 0.0}
+LATENT = {
+    "kv_lora_rank": 24, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 
 # family -> case -> fields besides SIZES; the first case of each has gradients too.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
@@ -124,6 +129,14 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "norm_topk_prob": True, "attention_bias": True, "rope_parameters": YARN,
         },
     },
+    "deepseek_v3": {
+        "plain": {**LATENT, "q_lora_rank": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
+        "yarn-whole-queries": {
+            **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
+            "rope_interleave": False, "norm_topk_prob": False, "attention_bias": True,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    },
 }  # fmt: skip
 
 
@@ -156,7 +169,8 @@ def make(family: str, case: str, fields: dict[str, Any], gradients: bool) -> Non
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     rng = np.random.default_rng(len(family) + len(case))
     with torch.no_grad():
-        for name, value in model.named_parameters():
+        biases = [(name, value) for name, value in model.named_buffers() if name.endswith("correction_bias")]
+        for name, value in [*model.named_parameters(), *biases]:
             value.copy_(torch.tensor(drawn(name, tuple(value.shape), family, rng)))
     # Not the first few: torch gives the vector of a padding token no gradient.
     tokens = torch.tensor(rng.integers(3, config.vocab_size, (2, LENGTH)))

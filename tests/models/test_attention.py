@@ -185,14 +185,14 @@ def test_sections_for_cudnn_equal_the_definition(packed: bool, rank: int | None)
 def test_cudnn_takes_half_precision_of_even_lengths_only() -> None:
     def fits(dtype: Any, length: int, head_dim: int) -> bool:
         x = jax.ShapeDtypeStruct((1, length, 2, head_dim), dtype)
-        return cudnn_attention.fits(x, x)
+        return cudnn_attention.fits(x, x, x)
 
     assert fits(jnp.bfloat16, 64, 128)
     assert not fits(jnp.float32, 64, 128)
     assert not fits(jnp.bfloat16, 63, 128)
     assert not fits(jnp.bfloat16, 64, 256)
     x = jax.ShapeDtypeStruct((1, 30, 2, 64), jnp.bfloat16)
-    assert not cudnn_attention.fits(x, x, [Part(0, 0, 15), Part(15, 45, 15)])
+    assert not cudnn_attention.fits(x, x, x, [Part(0, 0, 15), Part(15, 45, 15)])
 
 
 @pytest.mark.parametrize("window", [20, 21])

@@ -62,6 +62,8 @@ class FamilyConfig(Section):
     positions_field: ClassVar[str] = "max_position_embeddings"
     ours: ClassVar[frozenset[str]] = frozenset({"dropout", "init"})
     """Fields that Hugging Face's config does not have and a trained model does not need."""
+    saved: ClassVar[tuple[type[nnx.Variable], ...]] = ()
+    """Kinds of variables that a saved model has besides parameters."""
     architecture: ClassVar[str]
     """Name of the class that reads it in the transformers library."""
     ignored_tensors: ClassVar[Sequence[str]] = ("*.rotary_emb.inv_freq",)
@@ -134,10 +136,11 @@ class FamilyConfig(Section):
         return padded(self.vocab_size)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Path of each parameter -> its shape."""
+        """Path of each parameter, and of what else is saved with them -> its shape."""
         frame = self.frame()
         abstract = nnx.eval_shape(lambda: Decoder(frame, rngs=nnx.Rngs(0)))
-        return {path: leaf.shape for path, leaf in named_leaves(nnx.state(abstract, nnx.Param)).items()}
+        saved = nnx.state(abstract, nnx.Any(nnx.Param, *self.saved))
+        return {path: leaf.shape for path, leaf in named_leaves(saved).items()}
 
     def param_axes(self) -> dict[str, tuple[str | None, ...]]:
         """`axes` of the parameters that a model of these settings has."""

@@ -104,6 +104,7 @@ class MixtralConfig(SparseConfig, MistralConfig):
     """Mixtral."""
 
     model_type: ClassVar[str] = "mixtral"
+    architecture: ClassVar[str] = "MixtralForCausalLM"
     renamed: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     tensors: ClassVar[tuple[str, str, str, str]] = ("block_sparse_moe", "w1", "w3", "w2")
 
@@ -126,6 +127,7 @@ class Qwen3MoeConfig(SparseConfig, Qwen3Config):
     """Qwen 3 with experts in every layer."""
 
     model_type: ClassVar[str] = "qwen3_moe"
+    architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     renamed: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
 
     num_key_value_heads: PositiveInt | None = 4

@@ -15,8 +15,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from dsjax.mesh import current_layout
-from dsjax.models.layers import Init, Matrix, cut_axes
+from dsjax.mesh import constrain, current_layout
+from dsjax.models.layers import GatedMLP, Init, Matrix, cut_axes
 from dsjax.models.moe.dispatch import AXIS, mixture, plan
 from dsjax.models.moe.experts import Weights
 from dsjax.models.moe.router import LOAD, Router, Routing, balance_loss, entropy, load_of, z_loss
@@ -35,6 +35,7 @@ class MixtureConfig:
       balance: coefficient of `balance_loss`, of the mean over layers.
       z: likewise of `z_loss`.
       headroom: room of a round of dispatch, over the rows to a peer where all are spread evenly.
+      shared: experts that every token goes to, as one network so many times as wide.
     """
 
     features: int
@@ -44,6 +45,7 @@ class MixtureConfig:
     balance: float = 0.0
     z: float = 0.0
     headroom: float = 1.25
+    shared: int = 0
 
 
 def mixture_axes(path: str) -> dict[str, tuple[str | None, ...]]:
@@ -143,6 +145,8 @@ class Mixture(nnx.Module):
         self.number = LayerNumber(jnp.zeros((), jnp.int32))
         self.router = Router(config.features, routing, init=init(config.features, routing.experts), rngs=rngs)
         self.experts = Experts(config, init=init, rngs=rngs)
+        columns = config.shared * config.hidden
+        self.shared = GatedMLP(config.features, columns, init=init, rngs=rngs) if columns else None
 
     def __call__(
         self, x_bsd: jax.Array, segment_ids_bs: jax.Array | None
@@ -158,6 +162,8 @@ class Mixture(nnx.Module):
         counts = jnp.ones(shape) if segment_ids_bs is None else (segment_ids_bs > 0).astype(jnp.float32)
         routed = self.router(x_bsd, jnp.broadcast_to(counts, shape))
         y_bsd = self.experts(x_bsd, routed.gates, routed.choices)
+        if self.shared is not None:
+            y_bsd = y_bsd + constrain(self.shared(x_bsd), "batch", "residual", "embed")
         balance, z = balance_loss(routed, counts), z_loss(routed, counts)
         loss = (config.balance * balance + config.z * z) / config.layers
         loss = jnp.zeros(()) if self.deterministic else loss
