@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from dsjax.grad_sync import Exchange, residual_specs
 from dsjax.grad_sync.residuals import shapes as residual_shapes
 from dsjax.mesh import Layout, path_name
+from dsjax.models.variables import Given
 from dsjax.train.optimizers import optimizer_shardings
 from dsjax.train.state import UNSCALED, Numbers, State, first_state
 
@@ -82,8 +83,14 @@ def _of_each(place: NamedSharding) -> NamedSharding:
 
 
 def declared_axes(model: nnx.Module) -> dict[str, Any]:
-    """Logical names that parameters carry themselves, as Flax's partitioning metadata."""
-    declared = {}
+    """Logical names that parameters carry themselves, as Flax's partitioning metadata.
+
+    What layers are told (`Given`) is whole on every device.
+    """
+    declared: dict[str, Any] = {
+        "/".join(map(str, path)): (None,) * jax.tree.leaves(variable)[0].ndim
+        for path, variable in nnx.state(model, Given).flat_state()
+    }
     for path, variable in nnx.state(model, nnx.Param).flat_state():
         metadata = variable.get_metadata()
         for key in ("sharding_names", "out_sharding", "sharding"):

@@ -51,6 +51,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         **ROTARY, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3, "router_z_loss_coef": 0.01,
     },
+    "deepseek_v3": {
+        **SIZES, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 4,
+        "topk_group": 2, "num_experts_per_tok": 3, "kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
+        "v_head_dim": 5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 2, "router_aux_loss_coef": 0.1,
+    },
 }  # fmt: skip
 
 
@@ -95,7 +100,7 @@ def cases() -> list[Any]:
     """Every family on one of the layouts, in turn, and on all of them where time is not short."""
     found = []
     for i, family in enumerate(FIELDS):
-        several = list(OF_EXPERTS if family in ("mixtral", "qwen3_moe") else LAYOUTS)[-3:]
+        several = list(OF_EXPERTS if family in ("mixtral", "qwen3_moe", "deepseek_v3") else LAYOUTS)[-3:]
         for layout in several:
             marks = [] if layout == several[i % len(several)] else [pytest.mark.slow]
             found.append(pytest.param(family, layout, marks=marks))

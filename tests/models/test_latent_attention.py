@@ -1,0 +1,75 @@
+"""Latent attention: both forms are one function; tokens further ahead are predicted within their documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fixture import load, spec_of, tensors_of
+from flax import nnx
+from test_family_layouts import FIELDS
+
+from dsjax.config import from_dict
+from dsjax.models import build
+from dsjax.train.losses import language_model_loss
+
+
+def test_the_absorbed_form_gives_the_same_logits_and_gradients() -> None:
+    model, _ = load(spec_of("deepseek_v3-plain"), tensors_of("deepseek_v3-plain"))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 97, (2, 24)), jnp.int32)
+    found = []
+    for absorbed in (False, True):
+        model.set_attributes(absorbed=absorbed)
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def total(params: Any, graph: Any = graph, rest: Any = rest) -> jax.Array:
+            return jnp.sum(nnx.merge(graph, params, rest, copy=True)(tokens) ** 2)
+
+        found.append(jax.value_and_grad(total)(params))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3 * np.abs(b).max()), *found
+    )
+
+
+def _one_by_one(model: Any, batch: dict[str, np.ndarray], weight: float) -> float:
+    """The loss from whole logits: of depth k, token i + 1 + k from states i and the tokens up to i + k."""
+    where = model.frame.where(batch["positions"], batch["segment_ids"], False)
+    hidden = model.hidden(
+        batch["tokens"], positions_bs=batch["positions"], segment_ids_bs=batch["segment_ids"]
+    )
+    kernel, size = model.unembedding(), batch["tokens"].shape[1]
+    depth = model.frame.ahead.count
+    ahead = [np.roll(batch["targets"], -k, axis=1) for k in range(depth + 1)]
+    states, _, _ = model.further(hidden, jnp.stack(ahead[:depth], -1), where)
+    total = 0.0
+    for k, x in enumerate([hidden, *states]):
+        scores = jax.nn.log_softmax((x @ kernel)[..., : model.vocab_size])
+        for row, i in np.ndindex(batch["tokens"].shape):
+            inside = i + k < size and batch["segment_ids"][row, i + k] == batch["segment_ids"][row, i]
+            if inside and batch["weights"][row, i + k] > 0:
+                total -= float(scores[row, i, ahead[k][row, i]]) * (1.0 if k == 0 else weight / depth)
+    return total
+
+
+def test_tokens_further_ahead_count_within_their_document() -> None:
+    fields = {**FIELDS["deepseek_v3"], "router_aux_loss_coef": 0.0, "mtp_loss_weight": 0.5}
+    spec = build(from_dict({"model": {"kind": "deepseek_v3", **fields}}).model, platform="cpu", max_length=16)
+    model = spec.init(nnx.Rngs(1))
+    rng = np.random.default_rng(2)
+    segments = np.repeat(np.array([[1, 1, 2, 3], [1, 2, 2, 0]], np.int32), 4, axis=1)
+    last = np.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    tokens = rng.integers(0, 60, (2, 16)).astype(np.int32)
+    batch = {
+        "tokens": tokens, "targets": np.roll(tokens, -1, 1), "segment_ids": segments,
+        "positions": np.tile(np.arange(16, dtype=np.int32), (2, 1)),
+        "weights": ((segments > 0) & ~last).astype(np.float32),
+    }  # fmt: skip
+    total, weight, extras = language_model_loss(chunk=16)(model, batch)
+    np.testing.assert_allclose(float(total), _one_by_one(model, batch, 0.5), rtol=1e-5)
+    assert float(weight) == batch["weights"].sum()
+    assert float(extras["ahead_loss"][1]) < 2 * float(weight)
+    model.eval()
+    alone, *_ = language_model_loss(chunk=16)(model, batch)
+    assert float(alone) < float(total)
