@@ -104,3 +104,14 @@ def test_biases_get_no_gradient_and_no_weight_decay():
     assert not any("bias" in name for name in named_leaves(program.abstract_state.params))
     leaves = jax.tree.leaves(program.abstract_state.model_state, is_leaf=lambda x: isinstance(x, RouterBias))
     assert any(isinstance(leaf, RouterBias) for leaf in leaves)
+
+
+def test_codecs_reach_the_experts(monkeypatch):
+    monkeypatch.setitem(oracle.EXCHANGES, "int4", {"codec": "int4", "min_size": 0})
+    batches = [oracle.batch_of("ragged", step) for step in range(2)]
+    program, _, told = steps({"data": 2, "expert": 2, "exchange": "int4"}, batches)
+    assert program.parts.exchange.tensors["layers/mlp/experts/up_proj/kernel"].coded
+    _, _, exact = steps({}, batches)
+    assert told[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=0.03)
+    assert told[0]["grad_norm"] != exact[0]["grad_norm"]
+    assert told[1]["loss"] == pytest.approx(exact[1]["loss"], rel=1e-4)
