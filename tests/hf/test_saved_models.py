@@ -23,8 +23,10 @@ from dsjax.train.hugging_face import check_model, export_run, import_model
 from dsjax.train.resume import fresh_state
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
-# One of each kind of weights: plain, biases and a window by layer, tied and scaled, fused projections.
-KINDS = ("llama-llama3-tied", "qwen2-windows-tied", "gemma2-capped", "gpt2-plain")
+# One of each kind of weights: plain, biases and a window by layer, tied and scaled, fused, experts, latents.
+KINDS = (
+    "llama-llama3-tied", "qwen2-windows-tied", "gemma2-capped", "gpt2-plain", "mixtral-plain", "deepseek_v3-plain",
+)  # fmt: skip
 
 
 def copied(name: str, to: Path) -> Path:

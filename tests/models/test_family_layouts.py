@@ -53,8 +53,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {
         **SIZES, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 4,
-        "topk_group": 2, "num_experts_per_tok": 3, "kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
-        "v_head_dim": 5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 2, "router_aux_loss_coef": 0.1,
+        "topk_group": 2, "num_experts_per_tok": 3, "kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6, "v_head_dim": 5, "first_k_dense_replace": 1, "num_nextn_predict_layers": 2,
+        "router_aux_loss_coef": 0.1,
     },
 }  # fmt: skip
 

@@ -108,7 +108,12 @@ def test_moments_are_fp32(kind: str) -> None:
 
 def test_vectors_of_stacked_layers_are_no_matrices_although_nobody_names_their_dimensions() -> None:
     layout = Layout(make_mesh({}, jax.devices()[:1]), {"first/*": ("embed", "mlp")}, layers="layers")
-    shapes = {"layers/bias": (2, 8), "layers/kernel": (2, 8, 8), "first/kernel": (8, 8), "last/kernel": (8, 8)}
+    shapes = {
+        "layers/bias": (2, 8),
+        "layers/kernel": (2, 8, 8),
+        "first/kernel": (8, 8),
+        "last/kernel": (8, 8),
+    }
     now = {name: jnp.ones(shape) for name, shape in shapes.items()}
     for kind in ("adamw", "muon"):
         config = OptimizerConfig(kind=kind, weight_decay=0.5)
