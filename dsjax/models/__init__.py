@@ -155,6 +155,11 @@ def _saved_fields(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
+def _of_blocks(name: str, value: Any) -> bool:
+    """Whether a field says that weights lie in scaled blocks of 8 bits: once read they are as any others."""
+    return name == "quantization_config" and isinstance(value, dict) and value.get("quant_method") == "fp8"
+
+
 def _known(family: type[FamilyConfig], config: ModelConfig) -> dict[str, Any]:
     """Of the fields of a config.json those that the family has.
 
@@ -168,7 +173,7 @@ def _known(family: type[FamilyConfig], config: ModelConfig) -> dict[str, Any]:
             # In a file null is how a field that is not used is written.
             if value is not None or type(None) in get_args(known.annotation):
                 fields[name] = value
-        elif value is not None and name not in family.passed_over:
+        elif value is not None and name not in family.passed_over and not _of_blocks(name, value):
             faults.append(
                 f"model.config: {config.config} has {name} {show(value)}, which is not supported for "
                 f"{family.model_type}; take it out of the file if the model is the same without it"

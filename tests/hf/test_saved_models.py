@@ -128,6 +128,30 @@ def test_a_box_reads_its_own_bytes_and_blocks_of_8_bits_get_their_scales(tmp_pat
         Tensors(tmp_path)
 
 
+def test_weights_in_blocks_of_8_bits_come_in_as_what_they_stand_for(tmp_path: Path) -> None:
+    source, rng = copied("deepseek_v3-plain", tmp_path / "source"), np.random.default_rng(0)
+    tensors, stored, meant = load_file(source / "model.safetensors"), {}, {}
+    for name, value in tensors.items():
+        stored[name] = meant[name] = value
+        if value.ndim == 2 and "proj" in name:
+            rows, columns = (-(-n // 4) for n in value.shape)
+            scales = rng.uniform(0.01, 0.1, (rows, columns)).astype(np.float32)
+            wide = np.repeat(np.repeat(scales, 4, 0), 4, 1)[: value.shape[0], : value.shape[1]]
+            stored[name] = (value / wide).astype(ml_dtypes.float8_e4m3fn)
+            stored[f"{name}_scale_inv"], meant[name] = scales, stored[name].astype(np.float32) * wide
+    save_file(stored, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4]}
+    (source / "config.json").write_text(json.dumps(config))
+    import_model(str(source), str(tmp_path / "run"), [])
+    export_run(str(tmp_path / "run"), str(tmp_path / "out"), None, None, 10**9)
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert out.keys() == tensors.keys()
+    for name, value in meant.items():
+        np.testing.assert_array_equal(out[name], value)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
 def _broken(kind: str, at: Path) -> None:
     file = at / "model.safetensors"
     if kind == "cut short":

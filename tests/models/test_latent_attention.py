@@ -33,6 +33,30 @@ def test_the_absorbed_form_gives_the_same_logits_and_gradients() -> None:
     )
 
 
+def test_layers_that_look_ahead_are_saved_after_the_last_layer_and_copies_beside_them_passed_over() -> None:
+    spec = build(from_dict({"model": {"kind": "deepseek_v3", **FIELDS["deepseek_v3"]}}).model, platform="cpu")
+    weights, rng = spec.family.weights(), np.random.default_rng(0)
+    theirs = {name: rng.normal(size=shape).astype(np.float32) for name, shape in weights.tensors.items()}
+    for name in (
+        "eh_proj.weight",
+        "enorm.weight",
+        "shared_head.norm.weight",
+        "mlp.gate.e_score_correction_bias",
+    ):
+        assert f"model.layers.3.{name}" in theirs and f"model.layers.4.{name}" in theirs
+    copies = {f"model.layers.{i}.embed_tokens.weight": theirs["model.embed_tokens.weight"] for i in (3, 4)}
+    ours = weights.from_theirs(
+        theirs | copies | {"model.layers.3.shared_head.head.weight": theirs["lm_head.weight"]}
+    )
+    assert ours["ahead/proj/kernel"].shape == (2, 2, 32, 32)
+    embedding, state = np.split(theirs["model.layers.4.eh_proj.weight"], 2, axis=1)
+    np.testing.assert_array_equal(ours["ahead/proj/kernel"][1], np.stack([embedding.T, state.T]))
+    back = weights.to_theirs(ours)
+    assert back.keys() == theirs.keys()
+    for name, value in theirs.items():
+        np.testing.assert_array_equal(back[name], value)
+
+
 def _one_by_one(model: Any, batch: dict[str, np.ndarray], weight: float) -> float:
     """The loss from whole logits: of depth k, token i + 1 + k from states i and the tokens up to i + k."""
     where = model.frame.where(batch["positions"], batch["segment_ids"], False)
