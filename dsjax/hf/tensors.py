@@ -89,6 +89,12 @@ class Tensors:
         return part.astype(np.float32) * scales
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors, as they are stored."""
+        stored = (*self._stored.values(), *self._scales.values())
+        return sum(math.prod(one.shape) * one.dtype.itemsize for one in stored)
+
+    @property
     def dtypes(self) -> dict[str, np.dtype]:
         """Name -> type as it is stored."""
         return {name: one.dtype for name, one in self._stored.items()}
