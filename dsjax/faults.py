@@ -29,7 +29,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from dsjax.errors import ConfigError
@@ -133,6 +133,31 @@ class Faults:
         """What is going to go wrong with numbers, which no line tells when it does."""
         return [f"{VARIABLE}: {f.text}" for f in self.faults if f.kind in _OF_NUMBERS]
 
+    def check(self, devices: Collection[int], steps: int, recompute_every: int) -> None:
+        """Refuses faults that cannot strike in a run.
+
+        Args:
+          devices: ids of those of its mesh.
+          steps: its last one.
+          recompute_every: steps between those whose gradient is computed twice; 0: there are none.
+
+        Raises:
+          ConfigError: a device that is not there, a step past the last, or one whose gradient is computed once.
+        """
+        for fault in self.faults:
+            why = None
+            if fault.step > steps:
+                why = f"the run ends with step {steps}"
+            elif fault.kind == "bitflip" and (fault.device or 0) not in devices:
+                why = f"the mesh has no device {fault.device or 0}; it has {', '.join(map(str, sorted(devices)))}"
+            elif fault.where == "compute" and not recompute_every:
+                why = "nothing is computed twice; set stability.check_recompute_every"
+            elif fault.where == "compute" and fault.step % recompute_every:
+                near = max(1, round(fault.step / recompute_every)) * recompute_every
+                why = f"stability.check_recompute_every is {recompute_every}: use a multiple, as step={near}"
+            if why:
+                raise ConfigError(f"{VARIABLE}: {fault.text!r}: {why}")
+
     def before_step(self, step: int) -> None:
         """Kills, hangs or delays this process where that is asked for."""
         for fault in self.faults:
@@ -176,14 +201,23 @@ def _parsed(text: str) -> Fault:
     if kind not in _KINDS:
         raise ConfigError(f"{VARIABLE}: {text!r} is of no known kind; there are {', '.join(_KINDS)}")
     takes = (*_KINDS[kind], *(() if kind in _OF_NUMBERS else ("rank",)), "attempt")
-    given = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
+    pairs = [pair.partition("=")[::2] for pair in rest.split(",") if pair]
+    given = dict(pairs)
+    if len(given) < len(pairs) or not all(given.values()):
+        raise ConfigError(
+            f"{VARIABLE}: {text!r}: takes each key once, with a value, as in kill@step=7,rank=1"
+        )
     wrong = [key for key in given if key not in takes]
     if wrong or "step" not in given:
         need = f"knows no {wrong[0]}" if wrong else "needs step=N"
         raise ConfigError(f"{VARIABLE}: {text!r} {need}; {kind} takes {', '.join(takes)}")
+    if given.get("where", "memory") not in ("memory", "compute"):
+        raise ConfigError(f"{VARIABLE}: {text!r}: where is memory or compute, got {given['where']}")
     fault = _made(kind, given, text)
     if fault is None:
-        raise ConfigError(f"{VARIABLE}: {text!r}: takes numbers from 0 on, as in kill@step=7,rank=1")
+        raise ConfigError(
+            f"{VARIABLE}: {text!r}: takes numbers from 0 on, steps and times from 1, as in kill@step=7,rank=1"
+        )
     _check_place(fault, given)
     return fault
 
@@ -212,9 +246,8 @@ def _made(kind: str, given: Mapping[str, str], text: str) -> Fault | None:
         )
     except ValueError:
         return None
-    numbers = (fault.step, fault.left, fault.rank or 0, fault.device or 0, fault.layer or 0)
-    fine = fault.where in ("memory", "compute") and min(numbers) >= 0
-    fine = fine and 0 <= fault.seconds < math.inf and 0 <= fault.factor < math.inf
+    numbers = (fault.step - 1, fault.left - 1, fault.rank or 0, fault.device or 0, fault.layer or 0)
+    fine = min(numbers) >= 0 and 0 <= fault.seconds < math.inf and 0 <= fault.factor < math.inf
     return fault if fine else None
 
 

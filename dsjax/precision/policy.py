@@ -148,7 +148,7 @@ class Policy:
         """That of a config on a platform."""
         everywhere = config.policy == "fp8"
         fp8 = config.fp8 if everywhere or "fp8" in config.table.values() else None
-        table = (("matmul", "fp8"),) if everywhere else ()
+        table = (_OF_FP8,) if everywhere else ()
         return Policy(compute_dtype(config.policy, platform), fp8, (*table, *config.table.items()))
 
     @property
@@ -177,14 +177,15 @@ class Policy:
         for pattern, name in self.table:
             meant = [layer for layer in layers if layer.named(pattern)]
             whole = pattern in KINDS
-            if not meant and not whole:
+            policys = whole and (pattern, name) == _OF_FP8
+            if not meant and not policys:
                 faults.append(_means_nothing(pattern, layers))
             elif name == "fp8":
                 able = [layer for layer in meant if layer.takes_fp8]
                 meant = _less_the_ends(able) if whole else able
                 if not meant:
                     unable = ", ".join(layer.path for layer in layers if layer.named(pattern))
-                    faults.append(_NOTHING_IN_FP8 if whole else _NO_FP8.format(pattern, unable))
+                    faults.append(_NOTHING_IN_FP8 if policys else _NO_FP8.format(pattern, unable))
             chosen.update({layer.path: name for layer in meant})
         if faults:
             raise ConfigError(faults)
@@ -263,11 +264,19 @@ def _less_the_ends(layers: list[Layer]) -> list[Layer]:
 
 def _means_nothing(pattern: str, layers: list[Layer]) -> str:
     paths = [layer.path for layer in layers]
-    near = difflib.get_close_matches(pattern, [*paths, *KINDS], 1)
+    if pattern in KINDS:
+        there = dict.fromkeys(layer.kind for layer in layers)
+        return f"precision.table: the model has no layer of kind {pattern}; it has {', '.join(there)}"
+    tied = " (a head that is tied to the embedding is of its format)" if pattern == "head" else ""
+    # What layers are part of, too: `layers/mlp` means all in it.
+    parts = {"/".join(path.split("/")[:i]) for path in paths for i in range(1, path.count("/") + 1)}
+    near = difflib.get_close_matches(pattern, sorted({*paths, *parts, *KINDS}, key=len), 1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(paths[:6])}, and {', '.join(KINDS)}"
-    return f"precision.table: no layer is meant by {pattern!r}: {hint}"
+    return f"precision.table: no layer is meant by {pattern!r}{tied}: {hint}"
 
 
+# The policy fp8, as an entry of the table.
+_OF_FP8 = ("matmul", "fp8")
 _NO_FP8 = (
     "precision.table: {!r} asks for fp8, and {} cannot multiply in it: a layer can that has an attribute "
     "`dot_general`, called in place of jax.lax.dot_general; give it one, or ask for bf16"

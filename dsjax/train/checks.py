@@ -39,10 +39,16 @@ def replica_check(every: int, recorder: Recorder) -> Callable[[Program, int, Sta
         devices = sorted({device for odd in differing.values() for device in odd})
         names = list(differing)
         recorder.event("replicas_differ", step, devices=devices, arrays=names)
+        where = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        which = (
+            f"device {devices[0]} holds other numbers than its replicas in {where}; take it out"
+            if len(devices) == 1
+            else f"devices {', '.join(map(str, devices))} hold different numbers in {where}, and two cannot decide "
+            "which is wrong (three replicas can); test them"
+        )
         raise FaultyDevice(
-            f"step {step}: replicas differ, which no program does: device {', '.join(map(str, devices))} holds other "
-            f"numbers than its replicas in {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}; take it out, and "
-            f"run the same again: it goes on from {_from(step - every)}",
+            f"step {step}: replicas differ, which no program does: {which}, and run the same again: it goes on from "
+            f"{_from(step - every)}",
             max(0, step - every),
         )
 

@@ -159,10 +159,9 @@ def _meant(op: str, modules: Mapping[str, Any]) -> list[str]:
 def _nothing(wrong: Wrong, modules: Mapping[str, Any]) -> str:
     kinds = [op for op in _OPERATORS if _meant(op, modules)]
     layer = "" if wrong.layer is None else f" in layer {wrong.layer}"
-    return (
-        f"{VARIABLE}: {wrong.text!r} means no module that is called{layer}; there are "
-        f"{', '.join([*kinds, LOSS, *(p for p in modules if p)])}"
-    )
+    count = "" if wrong.layer is None else " (layers count from 0; does the model have so many?)"
+    there = dict.fromkeys([*kinds, LOSS, *(p for p in modules if p)])
+    return f"{VARIABLE}: {wrong.text!r} means no module that is called{layer}; there are {', '.join(there)}{count}"
 
 
 def refuse_idle(injected: Sequence[Injected]) -> None:

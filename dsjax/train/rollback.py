@@ -62,6 +62,9 @@ class Rollback:
         went_back = int(state.step)
         self._leave(went_back)
         left_out = int(state.data_step), step + offset - 1
+        state = self._past(program, state, step + offset)
+        self.saving.keep_anew(went_back, state)
+        # Told when a start, too, would find it so.
         self.recorder.event(
             "rolled_back",
             went_back,
@@ -76,8 +79,6 @@ class Rollback:
             f"step {astray.last}: {astray.reason}; back to step {went_back} ({tier}); batches {left_out[0]} to "
             f"{left_out[1]} are left out"
         )
-        state = self._past(program, state, step + offset)
-        self.saving.keep_anew(went_back, state)
         self.recorder.start_clock()
         return state
 

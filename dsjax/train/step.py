@@ -144,7 +144,7 @@ def train_step(parts: StepParts, state: State, batch: Batch, votes: jax.Array) -
     overflow = jnp.isfinite(sums.loss) & ~jnp.isfinite(norm)
     if again is not None:
         metrics["recomputed"] = again & applied
-        overflow = again
+        overflow = again & applied  # what is not finite in fp32 either is no matter of scale
     guards, excused = _scaled(parts, after, overflow)
     if again is not None:
         excused = jnp.bool_(False)  # fp32 was no better

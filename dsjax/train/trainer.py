@@ -437,6 +437,8 @@ class Trainer:
         on_eval: Any,
         data: Any,
     ) -> loop.Plan:
+        stability = self.config.stability
+        self._faults.check({d.id for d in self.mesh.devices.flat}, steps, stability.check_recompute_every)
         sets = eval_loader if isinstance(eval_loader, Mapping) else {"heldout": eval_loader}
         sets = {name: loader for name, loader in sets.items() if loader is not None}
 
@@ -454,9 +456,9 @@ class Trainer:
             trace=trace_window(self.config.observe.profile, self.directory.path),
             on_program=self.go_on_with,
             faults=self._faults,
-            check_replicas_every=self.config.stability.check_replicas_every,
-            locate_nonfinite=self.config.stability.locate_nonfinite,
-            check_recompute_every=self.config.stability.check_recompute_every,
+            check_replicas_every=stability.check_replicas_every,
+            locate_nonfinite=stability.locate_nonfinite,
+            check_recompute_every=stability.check_recompute_every,
         )
 
     @contextmanager

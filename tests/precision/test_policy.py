@@ -96,7 +96,8 @@ def test_what_a_table_names_is_not_its_norms_unless_it_says_so() -> None:
     [
         ({"block/0": "bf16"}, "no layer is meant by 'block/0': did you mean blocks/0"),
         ({"embed": "fp8"}, "embed cannot multiply in it: a layer can that has an attribute `dot_general`"),
-        ({"norm": "fp8"}, "nothing is left that could multiply in fp8"),
+        ({"norm": "fp8"}, "'norm' asks for fp8, and blocks/0/norm, blocks/1/norm cannot multiply in it"),
+        ({"blocks/0/mpl": "fp8"}, "did you mean blocks/0/mlp"),
     ],
 )
 def test_a_table_that_does_nothing_is_refused(table, message) -> None:

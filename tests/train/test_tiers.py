@@ -242,12 +242,18 @@ def test_a_killed_process_loses_no_line(undisturbed: list[float], tmp_path: Path
         ),
         ("kill@rank=1", "'kill@rank=1' needs step=N; kill takes step, rank, attempt"),
         ("kill@step=1,loud=2", "'kill@step=1,loud=2' knows no loud; kill takes step, rank, attempt"),
-        ("slow@step=x", "'slow@step=x': takes numbers from 0 on, as in kill@step=7,rank=1"),
+        (
+            "slow@step=x",
+            "'slow@step=x': takes numbers from 0 on, steps and times from 1, as in kill@step=7,rank=1",
+        ),
         (
             "slow@step=1,seconds=nan",
-            "'slow@step=1,seconds=nan': takes numbers from 0 on, as in kill@step=7,rank=1",
+            "'slow@step=1,seconds=nan': takes numbers from 0 on, steps and times from 1, as in kill@step=7,rank=1",
         ),
-        ("kill@step=-1", "'kill@step=-1': takes numbers from 0 on, as in kill@step=7,rank=1"),
+        (
+            "kill@step=-1",
+            "'kill@step=-1': takes numbers from 0 on, steps and times from 1, as in kill@step=7,rank=1",
+        ),
     ],
 )
 def test_a_fault_that_is_not_understood_is_refused(text: str, fault: str) -> None:
