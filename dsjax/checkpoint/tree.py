@@ -74,6 +74,9 @@ def check_matches(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: s
             )
     if faults:
         shown = faults[:8] + ([f"... and {len(faults) - 8} more"] if len(faults) > 8 else [])
-        raise InputError(
-            [f"{where} does not match this model; use the model it was made with, or another run.dir", *shown]
-        )
+        of_optimizer = have.keys() ^ want.keys()
+        if of_optimizer and all(name.startswith("opt_state/") for name in of_optimizer):
+            why = "holds another optimizer's state; put optimizer.kind and optimizer.state_dtype back"
+        else:
+            why = "does not match this model; use the model it was made with"
+        raise InputError([f"{where} {why}, or use another run.dir", *shown])

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dsjax.checkpoint import DiskCheckpoints, listing
 from dsjax.checkpoint.chunks import chunk_shape
+from dsjax.checkpoint.tree import check_matches
 from dsjax.config.checkpoint import DiskConfig
 from dsjax.errors import InputError, InternalError
 
@@ -258,3 +259,13 @@ def test_two_processes_save_restore_and_agree_on_damage(tmp_path):
         assert f"DONE {rank}" in text, text
         assert f"DAMAGED {rank}" in text, text
     assert "DAMAGED 0 rank 1: " in told[0]
+
+
+def test_another_optimizers_state_is_called_that() -> None:
+    def tree(*names: str) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct((2,), np.float32) for name in names}
+
+    with pytest.raises(InputError, match=r"put optimizer\.kind and optimizer\.state_dtype back"):
+        check_matches(tree("params/w", "opt_state/mu/w"), tree("params/w", "opt_state/codes/w"), "it")
+    with pytest.raises(InputError, match="use the model it was made with"):
+        check_matches(tree("params/w", "opt_state/mu/w"), tree("params/v", "opt_state/mu/v"), "it")

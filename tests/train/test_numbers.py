@@ -107,7 +107,9 @@ def test_what_is_not_finite_in_fp32_either_is_skipped(tmp_path: Path) -> None:
     state, metrics = trainer.step(trainer.init(seed=0), bad)
     assert not metrics["applied"] and not metrics["recomputed"] and int(state.skipped) == 1
     # It is the batch that is at fault, not the scale.
-    assert int(state.guards["scaling"].overflows) == 0 and state.guards["scaling"].scale == metrics["loss_scale"]
+    assert (
+        int(state.guards["scaling"].overflows) == 0 and state.guards["scaling"].scale == metrics["loss_scale"]
+    )
 
 
 def test_a_guard_that_the_checkpoint_does_not_hold_begins_anew(tmp_path: Path) -> None:
