@@ -46,6 +46,8 @@ QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 REPLICAS = 4
 WIDTH = 110  # of the table where the output is no terminal
 # The most that held-out loss may be above that of dense exchange, with error feedback.
+# Codecs that send little, and the steps of 200 after which they begin where they are to be as good as dense.
+SPARSE, WARMUP = ("topk", "topk_int4"), 60
 AIMS = {"int8": 0.01, "int4": 0.01, "e2m4": 0.01, "topk": 0.03, "topk_int4": 0.03}
 INNER_STEPS = 10
 POLICY_AIM, OVERFLOW_AIM = 0.01, 0.003
@@ -82,6 +84,7 @@ class Case:
     """A form of exchange, `feedback` being None where there is nothing to be fed back; or a number format.
 
     Attributes:
+      warmup: steps that are exchanged dense before.
       scale: the first loss scale, where it is not the default.
       scaling: of fp8.
       resumed: the run is stopped half-way and resumed.
@@ -90,6 +93,7 @@ class Case:
 
     codec: str = "dense"
     feedback: bool | None = None
+    warmup: int = 0
     policy: str | None = None
     scale: float | None = None
     scaling: str | None = None
@@ -104,7 +108,7 @@ class Case:
         if self.policy is not None:
             how = {"first_scale": self.scale, "scaling": self.scaling, "resumed": self.resumed}
             return {"policy": self.policy, **how}
-        return {"codec": self.codec, "error_feedback": self.feedback}
+        return {"codec": self.codec, "error_feedback": self.feedback, "warmup_steps": self.warmup}
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -119,7 +123,9 @@ class Case:
             return (f"diloco.inner_steps={INNER_STEPS}",)
         if self.feedback is None:
             return (f"grad_sync.codec={self.codec}",)
-        return f"grad_sync.codec={self.codec}", f"grad_sync.error_feedback={str(self.feedback).lower()}"
+        feedback = f"grad_sync.error_feedback={str(self.feedback).lower()}"
+        warmup = (f"grad_sync.warmup_steps={self.warmup}",) if self.warmup else ()
+        return f"grad_sync.codec={self.codec}", feedback, *warmup
 
 
 def cases(quick: bool = False, only: str | None = None) -> list[Case]:
@@ -150,6 +156,7 @@ def _codecs(quick: bool) -> list[Case]:
     return [
         Case("dense"),
         *(Case(codec, feedback) for codec in AIMS for feedback in (True, False)),
+        *(Case(codec, True, WARMUP) for codec in SPARSE),
         Case("diloco"),
     ]
 
@@ -231,7 +238,9 @@ def measure(chosen: Sequence[Case], base: Sequence[str]) -> list[dict[str, Any]]
 def aim(one: dict[str, Any]) -> str:
     """How near to the reference a case should be, and whether it is; nothing where nothing is asked of it."""
     ratio = one["ratio_to_reference"]
-    if ratio is None or ("codec" in one and not (one["error_feedback"] and one["codec"] in AIMS)):
+    codec = one.get("codec")
+    unasked = codec is not None and not (one["error_feedback"] and codec in AIMS)
+    if ratio is None or unasked or (codec in SPARSE and not one["warmup_steps"]):
         return ""
     most = HELD_AIM if "held" in one else POLICY_AIM if "policy" in one else AIMS[one["codec"]]
     met = ratio <= 1 + most and (one.get("overflow_rate") or 0) <= OVERFLOW_AIM
@@ -241,7 +250,7 @@ def aim(one: dict[str, Any]) -> str:
 def named(one: dict[str, Any]) -> str:
     """What a case is called."""
     if "codec" in one:
-        return one["codec"]
+        return one["codec"] + (f", {one['warmup_steps']} steps dense" if one["warmup_steps"] else "")
     if "held" in one:
         return one["held"]
     scale = "" if one["first_scale"] is None else f" from {one['first_scale']:.0f}"
@@ -272,7 +281,7 @@ def table(results: Sequence[dict[str, Any]], judged: bool = True) -> Table:
 
 def lines(results: Sequence[dict[str, Any]]) -> list[Line]:
     """The curves of the forms of exchange that have one."""
-    codecs = [one for one in results if "codec" in one and one.get("curve")]
+    codecs = [one for one in results if "codec" in one and one.get("curve") and not one["warmup_steps"]]
     return [Line(one["codec"], one["error_feedback"], one["curve"]) for one in codecs]
 
 

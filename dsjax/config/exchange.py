@@ -100,6 +100,11 @@ class GradSyncConfig(Section):
     fraction: Annotated[float, Field(gt=0.0, le=1.0), Takes("a number above 0, at most 1")] = described(
         0.05, "Share of the numbers that topk and topk_int4 send."
     )
+    warmup_steps: NonNegativeInt = described(
+        0,
+        "Steps that are exchanged dense before the codec begins (Lin et al. 2018); the step is compiled anew then. "
+        "topk wants a quarter of a short run, less of a long one.",
+    )
     min_size: NonNegativeInt = described(
         16384, "Parameters of fewer numbers (over all devices) stay dense, as do all vectors."
     )

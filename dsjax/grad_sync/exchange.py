@@ -80,6 +80,7 @@ class Exchange:
       both_ways: pairs send by a sum of words: the CPU's transport (gloo) gathers in one direction at a time, and sums
         in both.
       groups: layers of a stack that are exchanged together, the first ones first; None: all at once.
+      warming: all goes dense for now; residuals stay as they are.
     """
 
     route: Route
@@ -88,6 +89,7 @@ class Exchange:
     settings: GradSyncConfig = field(default_factory=GradSyncConfig)
     groups: tuple[int, ...] | None = None
     both_ways: bool = False
+    warming: bool = False
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -164,7 +166,7 @@ class Exchange:
         replica = lax.axis_index(AXIS).astype(jnp.uint32)
         for paths, coded in self._buckets(grads):
             flat = [grads[path].reshape(-1) for path in paths]
-            if not coded:
+            if self.warming or not coded:
                 sent = self._dense(flat)
             else:
                 mine = {n: [kept[n][path] for path in paths] for n in kept}

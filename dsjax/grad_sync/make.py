@@ -66,6 +66,7 @@ _ALONE = (
 
 # Settings that only some codecs heed.
 _HEEDED_BY = {
+    "warmup_steps": ("int8", "int4", "e2m4", "topk", "topk_int4"),
     "block": ("int8", "int4", "e2m4", "topk_int4"),
     "stochastic": ("int8", "int4"),
     "hadamard": ("int8", "int4", "e2m4"),
@@ -115,6 +116,8 @@ def _told(config: GradSyncConfig, exchange: Exchange) -> str:
     parts = " x ".join(map(str, reversed(route.parts)))
     forms = f"{config.codec} on {share:.0%} of the numbers" if config.codec != "dense" else "dense"
     residuals = ", error feedback" if exchange.keeps else ""
+    if config.warmup_steps and config.codec != "dense":
+        residuals += f", dense in the first {config.warmup_steps} steps"
     return f"gradients: {forms}{residuals}, route {route.name} ({parts} replicas)"
 
 

@@ -73,6 +73,11 @@ class StepParts:
     after_step: Callable[[Any, Mapping[str, Any]], Any] | None = None
     exact: StepParts | None = None
 
+    def warming(self) -> StepParts:
+        """The same with gradients exchanged as they are."""
+        exact = self.exact and self.exact.warming()
+        return replace(self, exchange=self.exchange and replace(self.exchange, warming=True), exact=exact)
+
 
 @dataclass
 class Sums:

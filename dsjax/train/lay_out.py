@@ -63,6 +63,11 @@ def numbers_of(config: Config, platform: str, stages: int, wrong: tuple[Wrong, .
     stability = config.stability
     if config.diloco.inner_steps:
         _refuse_apart(stability)
+        if config.grad_sync.warmup_steps:
+            raise ConfigError(
+                "grad_sync.warmup_steps: workers that train apart (diloco.inner_steps) exchange moves and no "
+                "gradients; set it to 0"
+            )
     _refuse_narrow(config.precision, config.diloco.inner_steps, stages)
     refuse_stages(stability.check_recompute_every, stages)
     return Numbers(

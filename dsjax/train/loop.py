@@ -149,7 +149,7 @@ class Loop:
         recorder.beat(step, "step")
         asked = (STOP if self.stop.requested else 0) | self.saving.votes()
         votes = self._balancer.votes(program.votes(asked))
-        self.state, metrics = _one_step(program, self.state, placed, votes, recorder)
+        self.state, metrics = _one_step(program, step, self.state, placed, votes, recorder)
         self._diagnosis.stepped(step, program, self.state, placed, number)
         recorder.step_done(step, metrics, waited)
         if step == self.last:
@@ -252,16 +252,16 @@ def _next_batch(batches: Iterator[Any], step: int, steps: int) -> Any:
 
 
 def _one_step(
-    program: Program, state: State, batch: Any, votes: jax.Array, recorder: Recorder
+    program: Program, step: int, state: State, batch: Any, votes: jax.Array, recorder: Recorder
 ) -> tuple[State, dict[str, jax.Array]]:
-    first = not program.has_step(batch)
+    first = not program.has_step(batch, step)
     if first:
-        recorder.beat(recorder.step + 1, "compiling")
+        recorder.beat(step, "compiling")
         with recorder.progress.busy("compiling the step"):
-            compiled = program.step(batch)
+            compiled = program.step(batch, step)
         recorder.start_clock()
     else:
-        compiled = program.step(batch)
+        compiled = program.step(batch, step)
     try:
         return compiled(state, batch, votes)
     except Exception as error:

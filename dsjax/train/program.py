@@ -403,26 +403,39 @@ class Program:
 
     # ---- compiled functions --------------------------------------------------------------------
 
-    def step(self, batch: Any) -> Callable[[State, Any, jax.Array], tuple[State, dict[str, jax.Array]]]:
-        """The compiled training step for placed (or abstract) batches shaped like this one."""
-        key = signature(batch)
+    def step(
+        self, batch: Any, number: int | None = None
+    ) -> Callable[[State, Any, jax.Array], tuple[State, dict[str, jax.Array]]]:
+        """The compiled training step for placed (or abstract) batches shaped like this one.
+
+        Args:
+          number: of the step to be made, the first one being 1; the first ones may be exchanged otherwise
+            (`grad_sync.warmup_steps`). None: one of the later ones.
+        """
+        key = signature(batch), self._warming(number)
         if key not in self._steps:
-            self._steps[key] = self._compile_step(batch)
+            self._steps[key] = self._compile_step(batch, key[1])
         return self._steps[key]
 
-    def has_step(self, batch: Any) -> bool:
+    def has_step(self, batch: Any, number: int | None = None) -> bool:
         """Whether the step for batches of this shape is compiled already."""
-        return signature(batch) in self._steps
+        return (signature(batch), self._warming(number)) in self._steps
 
-    def lower_step(self, batch: Any) -> Any:
+    def _warming(self, number: int | None) -> bool:
+        exchange = self.parts.exchange
+        coded = exchange is not None and exchange.codec is not None
+        return coded and number is not None and number <= self.grad_sync.warmup_steps
+
+    def lower_step(self, batch: Any, warming: bool = False) -> Any:
         """The traced and lowered training step."""
-        function, arguments = self.jitted_step(batch)
+        function, arguments = self.jitted_step(batch, warming)
         return function.lower(*arguments)
 
-    def jitted_step(self, batch: Any) -> tuple[Any, tuple[Any, ...]]:
+    def jitted_step(self, batch: Any, warming: bool = False) -> tuple[Any, tuple[Any, ...]]:
         """The training step as `jax.jit` makes it, and its abstract arguments; the state is donated."""
+        parts = self.parts.warming() if warming else self.parts
         function = jax.jit(
-            lambda state, batch, votes: train_step(self.parts, state, batch, votes),
+            lambda state, batch, votes: train_step(parts, state, batch, votes),
             donate_argnums=0,
             out_shardings=(self.state_shardings, self.replicated),
         )
@@ -454,9 +467,9 @@ class Program:
         self.on_compile("probe", time.monotonic() - started)
         return compiled
 
-    def _compile_step(self, batch: Any) -> Any:
+    def _compile_step(self, batch: Any, warming: bool) -> Any:
         started = time.monotonic()
-        compiled = self.lower_step(batch).compile(dict(self.compiler_options))
+        compiled = self.lower_step(batch, warming).compile(dict(self.compiler_options))
         if self.stacking is not None:
             refuse_permutes(compiled.as_text())
         self.on_compile("step", time.monotonic() - started)

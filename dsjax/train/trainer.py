@@ -229,7 +229,9 @@ class Trainer:
         """
         require_alive(state)
         placed = self.program.place(batch)
-        state, metrics = self.program.step(placed)(state, placed, self.program.votes())
+        # The number is asked of the device only where it matters.
+        number = int(state.step) + 1 if self.config.grad_sync.warmup_steps else None
+        state, metrics = self.program.step(placed, number)(state, placed, self.program.votes())
         return state, {name: value for name, value in metrics.items() if name not in _OF_THE_LOOP}
 
     def rows(self, global_batch_size: int) -> Any:

@@ -37,7 +37,8 @@ def test_each_codec_is_trained_with_error_feedback_and_without(benchmark):
     codecs = ("int8", "int4", "e2m4", "topk", "topk_int4")
     assert listed[0] == convergence.Case("dense") and listed[-1] == convergence.Case("diloco")
     assert listed[1:-1] == [
-        convergence.Case(codec, feedback) for codec in codecs for feedback in (True, False)
+        *(convergence.Case(codec, feedback) for codec in codecs for feedback in (True, False)),
+        *(convergence.Case(codec, True, convergence.WARMUP) for codec in ("topk", "topk_int4")),
     ]
     assert set(convergence.cases(quick=True)) <= set(convergence.cases())
     policies = convergence.cases(only="policies")
@@ -95,14 +96,15 @@ def test_what_cannot_run_says_why(benchmark, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("codec", "feedback", "ratio", "said"),
+    ("codec", "feedback", "warmup", "ratio", "said"),
     [
-        ("int4", True, 1.009, "1%: met"), ("int4", True, 1.011, "1%: missed"), ("topk", True, 1.029, "3%: met"),
-        ("topk", True, 1.031, "3%: missed"), ("int4", False, 1.2, ""), ("dense", None, 1.0, ""),
+        ("int4", True, 0, 1.009, "1%: met"), ("int4", True, 0, 1.011, "1%: missed"), ("topk", True, 60, 1.029, "3%: met"),
+        ("topk", True, 60, 1.031, "3%: missed"), ("int4", False, 0, 1.2, ""), ("dense", None, 0, 1.0, ""),
+        ("topk", True, 0, 1.2, ""),
     ],
 )  # fmt: skip
-def test_aims_are_for_error_feedback(benchmark, codec, feedback, ratio, said):
-    one = {"codec": codec, "error_feedback": feedback, "ratio_to_reference": ratio}
+def test_aims_are_for_error_feedback(benchmark, codec, feedback, warmup, ratio, said):
+    one = {"codec": codec, "error_feedback": feedback, "warmup_steps": warmup, "ratio_to_reference": ratio}
     assert benchmark("convergence").aim(one) == said
 
 
