@@ -98,7 +98,8 @@ def test_what_cannot_run_says_why(benchmark, monkeypatch):
 @pytest.mark.parametrize(
     ("codec", "feedback", "warmup", "ratio", "said"),
     [
-        ("int4", True, 0, 1.009, "1%: met"), ("int4", True, 0, 1.011, "1%: missed"), ("topk", True, 60, 1.029, "3%: met"),
+        ("int4", True, 0, 1.009, "1%: met"), ("int4", True, 0, 1.011, "1%: missed"),
+        ("topk", True, 60, 1.029, "3%: met"),
         ("topk", True, 60, 1.031, "3%: missed"), ("int4", False, 0, 1.2, ""), ("dense", None, 0, 1.0, ""),
         ("topk", True, 0, 1.2, ""),
     ],
