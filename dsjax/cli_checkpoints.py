@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from dsjax.cli_errors import guarded
+from dsjax.cli_errors import guarded, on_cpu
 
 app = typer.Typer(no_args_is_help=True, help="What a run has stored.")
 
@@ -25,19 +24,6 @@ WhichTwo = Annotated[
         show_default=False,
     ),
 ]
-
-
-def _on_cpu(do: Callable[[], int]) -> int:
-    """Does something that reads arrays: on the CPU, alone, whatever the machine has."""
-
-    def with_jax() -> int:
-        from dsjax.backend.platform import setup
-        from dsjax.config.schema import RuntimeConfig
-
-        setup(RuntimeConfig(platform="cpu", distributed="none"))
-        return do()
-
-    return guarded(with_jax)
 
 
 @app.command(name="list")
@@ -66,7 +52,7 @@ def inspect(
 
         return inspect_checkpoint(which, check=verify)
 
-    return _on_cpu(do)
+    return on_cpu(do)
 
 
 @app.command()
@@ -117,4 +103,4 @@ def diff(which: WhichTwo) -> int:
 
         return diff_checkpoints(which)
 
-    return _on_cpu(do)
+    return on_cpu(do)

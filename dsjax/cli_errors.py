@@ -206,3 +206,16 @@ def _print(lines: list[str]) -> None:
         sys.stderr.flush()
     except OSError:
         pass  # stderr is closed too: the exit code is all that is left to say
+
+
+def on_cpu(do: Callable[[], int]) -> int:
+    """Does something that reads arrays: on the CPU, alone, whatever the machine has."""
+
+    def with_jax() -> int:
+        from dsjax.backend.platform import setup
+        from dsjax.config.schema import RuntimeConfig
+
+        setup(RuntimeConfig(platform="cpu", distributed="none"))
+        return do()
+
+    return guarded(with_jax)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from dsjax.cli_errors import guarded
+from dsjax.cli_errors import on_cpu
 
 app = typer.Typer(no_args_is_help=True, help="Hugging Face models in and out.")
 
@@ -16,17 +15,6 @@ Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A saved model's directory, or hf://org/name[@revision].")
 ]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-
-
-def _on_cpu(do: Callable[[], int]) -> int:
-    def with_jax() -> int:
-        from dsjax.backend.platform import setup
-        from dsjax.config.schema import RuntimeConfig
-
-        setup(RuntimeConfig(platform="cpu", distributed="none"))
-        return do()
-
-    return guarded(with_jax)
 
 
 def _bytes(text: str) -> int:
@@ -51,7 +39,7 @@ def import_(
 
         return import_model(source, run, settings or [])
 
-    return _on_cpu(do)
+    return on_cpu(do)
 
 
 @app.command()
@@ -78,7 +66,7 @@ def export(
             raise ConfigError(f"--dtype: takes {', '.join(DTYPES)}, got {dtype}")
         return export_run(run, directory, step, dtype, _bytes(shard_size))
 
-    return _on_cpu(do)
+    return on_cpu(do)
 
 
 @app.command()
@@ -90,4 +78,4 @@ def check(source: Source) -> int:
 
         return check_model(source)
 
-    return _on_cpu(do)
+    return on_cpu(do)
