@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def save(
     *,
     dtype: str,
     shard_bytes: int,
+    exact: Sequence[str] = (),
     on_tensor: Callable[[], None] = lambda: None,
 ) -> list[Path]:
     """Writes a model into a directory that is empty or not there; the weights' files.
@@ -92,6 +94,7 @@ def save(
     Args:
       get: a box of a parameter.
       dtype: of the tensors.
+      exact: patterns of names of those that are float32 all the same.
       shard_bytes: size of a file, where a tensor is not larger.
       on_tensor: called after each.
 
@@ -104,7 +107,14 @@ def save(
     parts: list[Path] = []
     where: dict[str, int] = {}
     total = 0
-    for number, held in enumerate(_files(weights, get, np.dtype(DTYPES[dtype]), shard_bytes, on_tensor), 1):
+
+    def typed() -> Iterator[tuple[str, np.ndarray]]:
+        for name in weights.tensors:
+            own = np.float32 if any(fnmatchcase(name, pattern) for pattern in exact) else DTYPES[dtype]
+            yield name, np.ascontiguousarray(weights.tensor(name, get).astype(own))
+            on_tensor()
+
+    for number, held in enumerate(_files(typed(), shard_bytes), 1):
         part = directory / f"part-{number}.safetensors"
         save_file(held, part, metadata={"format": "pt"})
         parts.append(part)
@@ -127,16 +137,12 @@ def save(
     return named
 
 
-def _files(
-    weights: WeightMap, get: Get, dtype: np.dtype, limit: int, on_tensor: Callable[[], None]
-) -> Iterator[dict[str, np.ndarray]]:
+def _files(tensors: Iterator[tuple[str, np.ndarray]], limit: int) -> Iterator[dict[str, np.ndarray]]:
     shards = _Shards(limit)
-    for name in weights.tensors:
-        tensor = np.ascontiguousarray(weights.tensor(name, get).astype(dtype))
+    for name, tensor in tensors:
         if shards.full(tensor):
             yield shards.held
             shards = _Shards(limit)
         shards.add(name, tensor)
-        on_tensor()
     if shards.held:
         yield shards.held

@@ -52,13 +52,13 @@ class AheadLayer(nnx.Module):
     def __init__(self, frame: Frame, ahead: Ahead, *, rngs: nnx.Rngs):
         d = frame.hidden_size
         self.embed_norm, self.hidden_norm = frame.norm(rngs), frame.norm(rngs)
-        self.proj = Linear((2, d), (d,), init=ahead.init(2 * d, d), rngs=rngs)
+        self.proj = Linear((2 * d,), (d,), init=ahead.init(2 * d, d), rngs=rngs)
         self.block = frame.layer(rngs)
         self.last_norm = frame.norm(rngs)
 
     def __call__(self, hidden_bsd: jax.Array, embedded_bsd: jax.Array, where: Where) -> tuple[Any, ...]:
         """The states after it, and what else its layer returned."""
-        both = jnp.stack([self.embed_norm(embedded_bsd), self.hidden_norm(hidden_bsd)], axis=2)
+        both = jnp.concatenate([self.embed_norm(embedded_bsd), self.hidden_norm(hidden_bsd)], axis=-1)
         made = self.block(constrain(self.proj(both), "batch", "residual", "embed"), where)
         x, *more = made if isinstance(made, tuple) else (made,)
         return (self.last_norm(x), *more)

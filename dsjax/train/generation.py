@@ -132,7 +132,7 @@ def _compiled(program: Program, sampling: Sampling) -> Callable[..., tuple[jax.A
         with use_layout(program.layout):
             model = nnx.merge(program.parts.graph, params, model_state, copy=True)
             model.eval()
-            # Latent attention keeps one vector a token then, and no keys and values of heads.
+            # Latent attention makes no keys and values of heads then: more arithmetic, less memory.
             model.set_attributes(absorbed=True, raise_if_not_found=False)
             logits = next_logits(model, tokens, length)
         token = draw(logits, jax.random.fold_in(key, length), sampling).astype(jnp.int32)

@@ -77,15 +77,15 @@ def import_model(source: str, run: str, words: Sequence[str]) -> int:
     if (Path(run) / "config.yaml").exists():
         raise InputError(f"hf import: {run} is a run already; give a directory that is not there yet")
     tokenizer = source if (directory / TOKENIZER_FILE).is_file() else "bytes"
-    family = build(ModelConfig(kind=kind, config=str(directory)), platform="cpu").family
-    positions = getattr(family, family.positions_field)
     # Without moments the checkpoint is as large as the weights.
     settings = [
         f"run.dir={run}", f"run.init_from={source}", f"model.kind={kind}", f"model.config={source}",
         "data.kind=synthetic", f"data.tokenizer={tokenizer}", "optimizer.kind=sgd", "optimizer.beta1=0",
-        "precision.policy=fp32", f"train.sequence_length={min(1024, positions)}",
+        "precision.policy=fp32", *_undropped(kind),
     ]  # fmt: skip
-    config = load([], [*settings, *words])
+    family = build(load([], [*settings, *words]).model, platform="cpu").family
+    length = min(1024, getattr(family, family.positions_field))
+    config = load([], [*settings, f"train.sequence_length={length}", *words])
     program, _ = _laid_out(config, jax.devices())
     state = fresh_state(program, config)
     where, events = RunDirectory(config.run.directory, config), EventLog(Path(config.run.directory))
@@ -98,6 +98,12 @@ def import_model(source: str, run: str, words: Sequence[str]) -> int:
     print(f"{kind}, {numbers:,} numbers (with padding): {store.directory / '0'}")
     print(f"train from it with run.init_from={run}")
     return 0
+
+
+def _undropped(kind: str) -> list[str]:
+    """Settings without dropout of attention weights, of which a model that is not trained makes no use."""
+    names = ("attention_dropout", "attn_pdrop")
+    return [f"model.{name}=0" for name in names if name in FAMILIES[kind].model_fields]
 
 
 def _laid_out(config: Config, devices: Sequence[jax.Device]) -> tuple[Program, ModelSpec]:
@@ -129,6 +135,8 @@ def export_run(run: str, directory: str, step: int | None, dtype: str | None, sh
     family = model.family
     if family is None:
         raise ConfigError(f"hf export: model.kind {config.model.kind} is no family of Hugging Face's")
+    if family.unsaved():
+        raise ConfigError(family.unsaved())
     store = DiskCheckpoints(config.checkpoint.disk.directory(run), config.checkpoint.disk)
     get, side = _parameters(program, store, step), _side(config, family, Path(run))
     weights = family.weights()
@@ -138,6 +146,7 @@ def export_run(run: str, directory: str, step: int | None, dtype: str | None, sh
     with _progress("writing", len(weights.tensors)) as advance:
         written = save(
             Path(directory), weights, get, Side(settings, side.files), dtype=dtype, shard_bytes=shard_bytes,
+            exact=family.exact_tensors,
             on_tensor=advance,
         )  # fmt: skip
     size = sum(one.stat().st_size for one in written)
@@ -210,7 +219,8 @@ def check_model(source: str) -> int:
 def _in_memory(directory: Path) -> tuple[Any, Tensors, int]:
     """The model of a directory on one device, fp32; its tensors; its vocabulary."""
     kind = model_type(directory, "hf check")
-    spec = build(ModelConfig(kind=kind, config=str(directory)), platform="cpu")
+    fields = dict.fromkeys((word.partition("=")[0].removeprefix("model.") for word in _undropped(kind)), 0.0)
+    spec = build(ModelConfig(kind=kind, config=str(directory), **fields), platform="cpu")
     tensors, weights = Tensors(directory, "hf check"), spec.family.weights()
     names = weights.names(tensors.shapes)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: spec.init(nnx.Rngs(0))))

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+from flax import nnx
 
 from dsjax.checkpoint import DiskCheckpoints
 from dsjax.checkpoint.places import checkpoints_of, put_aside
+from dsjax.checkpoint.stored import stored_arrays
 from dsjax.config import Config
 from dsjax.errors import ConfigError, Damaged, InputError
 from dsjax.hf.hub import is_saved_model, local
 from dsjax.hf.load import loaded
 from dsjax.hf.save import KEPT, Side
 from dsjax.hf.tensors import Tensors
+from dsjax.mesh import map_named, named_leaves
+from dsjax.models.moe.router import RouterBias
 from dsjax.processes import gather, together
 from dsjax.train.carried import Guards, Kept, Workers, with_params
 from dsjax.train.given import require_alive
@@ -237,8 +241,37 @@ def fresh_state(program: Program, config: Config) -> State:
     latest = other.latest_step()
     if latest is None:
         raise InputError(f"run.init_from {source}: holds no checkpoint")
-    stored, back = program.held(other.facts(latest), {"params": program.abstract_state.params})
-    return with_params(program, state, back(other.restore_part(latest, stored))["params"])
+    if jax.process_index() == 0 and (Path(source) / KEPT).is_dir():
+        Side.of(Path(source) / KEPT).keep(Path(config.run.directory) / KEPT)
+    return _from_run(program, state, other, latest)
+
+
+def _from_run(program: Program, state: State, other: DiskCheckpoints, step: int) -> State:
+    """The state with what another run has learned: parameters, whether trained there and here or not, and biases."""
+    abstract = program.abstract_state
+    wanted = named_leaves(abstract.params) | {
+        "/".join(map(str, path)): jax.tree.leaves(variable)[0]
+        for path, variable in abstract.model_state.flat_state()
+        if isinstance(variable, nnx.Param | RouterBias)
+    }
+    there = named_leaves(together(lambda: stored_arrays(other.directory / str(step))))
+    like: dict[str, dict[str, Any]] = {}
+    for path, leaf in wanted.items():
+        part = "model_state" if f"model_state/{path}" in there else "params"
+        like.setdefault(part, {})[path] = leaf
+    # The rest of that part (averages, random streams) is read along with it and left.
+    for name, leaf in there.items():
+        part, _, path = name.partition("/")
+        if part == "model_state" and part in like and path not in like[part]:
+            like[part][path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=program.replicated)
+    stored, back = program.held(other.facts(step), like)
+    parts = back(other.restore_part(step, stored))
+    found = {path: leaf for part in parts.values() for path, leaf in part.items() if path in wanted}
+    params, model_state = (
+        map_named(lambda path, leaf: found.get(path, leaf), tree)
+        for tree in (state.params, state.model_state)
+    )
+    return with_params(program, replace(state, model_state=model_state), params)
 
 
 def _from_saved_model(program: Program, state: State, source: str, run: Path) -> State:

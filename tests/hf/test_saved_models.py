@@ -152,6 +152,73 @@ def test_weights_in_blocks_of_8_bits_come_in_as_what_they_stand_for(tmp_path: Pa
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
+def started_from(source: Path, place: Path, *words: str) -> tuple[Any, Any]:
+    """A program of a run that begins with another run's parameters, and its first state."""
+    model = FIXTURES / "deepseek_v3-plain"
+    config = load([], ["mesh.fsdp=1", "mesh.data=1", "model.kind=deepseek_v3", f"model.config={model}", *words,
+                       f"run.init_from={source}", f"run.dir={place}", "train.sequence_length=16",
+                       "data.kind=synthetic"])  # fmt: skip
+    program, _ = program_for(config, jax.devices()[:1])
+    return program, fresh_state(program, config)
+
+
+def test_a_run_begun_from_another_has_all_that_it_learned(tmp_path: Path) -> None:
+    source = copied("deepseek_v3-plain", tmp_path / "source")
+    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
+    import_model(str(source), str(tmp_path / "base"), [])
+    want = load_file(source / "model.safetensors")
+    bias = np.stack([want[f"model.layers.{i}.mlp.gate.e_score_correction_bias"] for i in (1, 2)])
+    # Whether they are trained or not; without a change a layer's own settings stay its own.
+    for name, words in (("all", []), ("some", ['optimizer.trainable=["layers/*"]'])):
+        _, state = started_from(tmp_path / "base", tmp_path / name, *words)
+        leaves = named_leaves(jax.device_get(state.params)) | named_leaves(jax.device_get(state.model_state))
+        np.testing.assert_array_equal(leaves["layers/mlp/router/bias"], bias)
+        np.testing.assert_array_equal(leaves["embed/embedding"][:97], want["model.embed_tokens.weight"])
+        np.testing.assert_array_equal(leaves["layers/mlp/number"], [0, 1])
+        # What stood beside the weights goes along.
+        assert json.loads((tmp_path / name / "hf" / "generation_config.json").read_text()) == {
+            "eos_token_id": 7
+        }
+
+
+def test_biases_of_routers_leave_in_float32(tmp_path: Path) -> None:
+    import_model(str(FIXTURES / "deepseek_v3-plain"), str(tmp_path / "run"), [])
+    export_run(str(tmp_path / "run"), str(tmp_path / "out"), None, "bfloat16", 10**9)
+    before, after = (
+        load_file(d / "model.safetensors") for d in (FIXTURES / "deepseek_v3-plain", tmp_path / "out")
+    )
+    for name, value in after.items():
+        exact = name.endswith("e_score_correction_bias")
+        assert value.dtype == (np.float32 if exact else ml_dtypes.bfloat16), name
+        if exact:
+            np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "says"),
+    [
+        ("llama-plain", "model.sliding_window=5", "train it as model.kind mistral"),
+        ("mixtral-plain", "model.capacity_factor=1.5", "transformers drops no rows"),
+        ("mixtral-plain", "model.router_bias_update_rate=0.001", "no place for the router's biases"),
+    ],
+)
+def test_what_transformers_would_compute_otherwise_is_not_exported(
+    name: str, word: str, says: str, tmp_path: Path
+) -> None:
+    import_model(str(FIXTURES / name), str(tmp_path / "run"), [word])
+    with pytest.raises(ConfigError, match=says):
+        export_run(str(tmp_path / "run"), str(tmp_path / "out"), None, None, 10**9)
+    assert not (tmp_path / "out").exists()
+
+
+def test_dropout_of_attention_weights_keeps_no_model_out(tmp_path: Path) -> None:
+    source = copied("gpt2-plain", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "attn_pdrop": 0.1}))
+    assert check_model(str(source)) == 0
+    assert import_model(str(source), str(tmp_path / "run"), []) == 0
+
+
 def _broken(kind: str, at: Path) -> None:
     file = at / "model.safetensors"
     if kind == "cut short":

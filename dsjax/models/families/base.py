@@ -22,7 +22,7 @@ from dsjax.models.transformer import Attention, Heads, Layer, Parts
 from dsjax.models.weights import Entry, WeightMap
 
 Axes = Mapping[str, tuple[str | None, ...]]
-NoDropout = Annotated[float, Field(ge=0, le=0), Takes("0")]
+NoDropout = Annotated[float, Field(ge=0, le=0), Takes("0, as attention weights are not dropped here")]
 Scaling = Annotated[dict[str, Any] | None, Takes("a mapping with rope_type, or null")]
 LayerTypes = Annotated[
     list[Literal["full_attention", "sliding_attention"]] | None,
@@ -62,6 +62,8 @@ class FamilyConfig(Section):
     positions_field: ClassVar[str] = "max_position_embeddings"
     ours: ClassVar[frozenset[str]] = frozenset({"dropout", "init"})
     """Fields that Hugging Face's config does not have and a trained model does not need."""
+    exact_tensors: ClassVar[Sequence[str]] = ()
+    """Patterns of names of tensors that are saved in float32 whatever the others are in."""
     saved: ClassVar[tuple[type[nnx.Variable], ...]] = ()
     """Kinds of variables that a saved model has besides parameters."""
     architecture: ClassVar[str]
@@ -91,6 +93,10 @@ class FamilyConfig(Section):
         faults = self.faults()
         if faults:
             raise ConfigError(faults)
+
+    def unsaved(self) -> list[str]:
+        """Settings of a model that the transformers library would compute otherwise, a line each."""
+        return []
 
     def saved_config(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         """A config.json for a model of these settings.
@@ -248,6 +254,11 @@ class TransformerConfig(FamilyConfig):
             )
         if self.head_size % 2:
             faults.append(f"model.head_dim: rotary positions need an even number, got {self.head_size}")
+        inner = (self.scaling or {}).get("rope_theta")
+        if self.rope_theta and inner and self.rope_theta != inner:
+            faults.append(
+                f"model.rope_theta: {self.rope_theta:g}, and {inner:g} in the rope parameters; give one, or the same"
+            )
         if self.rope_scaling and self.rope_parameters:
             faults.append("model.rope_scaling and model.rope_parameters are two names of one thing; give one")
         return faults or self.scaling_faults()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from flax import nnx
 
-from dsjax.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from dsjax.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Takes
 from dsjax.models.decoder import Ahead, Frame
 from dsjax.models.families.base import Axes, linear, seen
 from dsjax.models.families.mixtures import SparseConfig
@@ -30,13 +31,15 @@ class DeepseekV3Config(SparseConfig):
     model_type: ClassVar[str] = "deepseek_v3"
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
     renamed: ClassVar[dict[str, str]] = {
+        "aux_loss_alpha": "router_aux_loss_coef",
         "num_mtp_layers": "num_nextn_predict_layers",
         "num_local_experts": "n_routed_experts",
     }
     passed_over: ClassVar[frozenset[str]] = SparseConfig.passed_over | {
-        "ep_size", "head_dim", "qk_head_dim", "topk_method", "moe_layer_freq", "aux_loss_alpha", "seq_aux", "auto_map",
+        "ep_size", "head_dim", "qk_head_dim", "seq_aux", "auto_map",
     }  # fmt: skip
     saved: ClassVar[tuple[type[nnx.Variable], ...]] = (RouterBias,)
+    exact_tensors: ClassVar[tuple[str, ...]] = ("*.e_score_correction_bias",)
     ours: ClassVar[frozenset[str]] = SparseConfig.ours | {"mtp_loss_weight"}
 
     moe_intermediate_size: PositiveInt = 2048
@@ -53,9 +56,11 @@ class DeepseekV3Config(SparseConfig):
     topk_group: PositiveInt = 4
     first_k_dense_replace: NonNegativeInt = 3
     norm_topk_prob: bool = True
-    scoring_func: str = "sigmoid"
+    scoring_func: Literal["sigmoid"] = "sigmoid"
     rope_interleave: bool = True
-    num_nextn_predict_layers: NonNegativeInt = 1
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    moe_layer_freq: Annotated[Literal[1], Takes("1: experts in every layer after the dense ones")] = 1
+    num_nextn_predict_layers: NonNegativeInt = 0
     router_aux_loss_coef: NonNegativeFloat = 1e-4
     router_bias_update_rate: NonNegativeFloat = 1e-3
     mtp_loss_weight: NonNegativeFloat = 0.3
@@ -94,11 +99,15 @@ class DeepseekV3Config(SparseConfig):
                 f"model.first_k_dense_replace: {self.first_k_dense_replace} leaves no layer with experts of "
                 f"model.num_hidden_layers {self.num_hidden_layers}"
             )
-        if self.scoring_func != "sigmoid":
-            faults.append(f"model.scoring_func: takes sigmoid, got {self.scoring_func}")
         if self.kv_heads != self.num_attention_heads:
             faults.append("model.num_key_value_heads: all heads share one latent; leave it out")
         return faults
+
+    def saved_config(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().saved_config(kept)
+        if "num_mtp_layers" not in values:  # of which the library's own default is 1
+            values.setdefault("num_nextn_predict_layers", self.num_nextn_predict_layers)
+        return values
 
     def rotaries(self) -> tuple[Rotary, ...]:
         scaling = tuple((self.scaling or {}).items())
@@ -155,7 +164,7 @@ class DeepseekV3Config(SparseConfig):
             "kv_a_proj/bias": (None,), "kv_proj/kernel": ("embed", "heads", "head_dim"),
             "o_proj/kernel": ("heads", "head_dim", "embed"), "o_proj/bias": ("embed",),
         }  # fmt: skip
-        table: dict[str, Any] = {**super().axes(), "ahead/proj/kernel": ("layers", None, "embed", None)}
+        table: dict[str, Any] = {**super().axes(), "ahead/proj/kernel": ("layers", "embed", None)}
         for stack in _STACKS:
             block = f"{stack}/block" if stack == "ahead" else stack
             table |= {f"{block}/attention/{name}": ("layers", *names) for name, names in attention.items()}
@@ -195,7 +204,7 @@ class DeepseekV3Config(SparseConfig):
         own = [
             *(Entry(f"ahead/{ours}/scale", f"model.layers.{{layer}}.{theirs}.weight", "d", first=at)
               for ours, theirs in norms.items()),
-            Entry("ahead/proj/kernel", "model.layers.{layer}.eh_proj.weight", "c d o -> o (c d)", first=at),
+            Entry("ahead/proj/kernel", "model.layers.{layer}.eh_proj.weight", "d o -> o d", first=at),
         ]  # fmt: skip
         rest = [entry for entry in super().entries() if not entry.path.startswith("layers/")]
         return [

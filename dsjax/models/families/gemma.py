@@ -51,6 +51,7 @@ class Gemma2Config(TransformerConfig):
     tie_word_embeddings: bool = True
     query_pre_attn_scalar: PositiveFloat = 256
     sliding_window: PositiveInt | None = 4096
+    sliding_window_size: PositiveInt | None = None
     layer_types: LayerTypes = None
     final_logit_softcapping: PositiveFloat | None = 30.0
     attn_logit_softcapping: PositiveFloat | None = 50.0
@@ -69,7 +70,13 @@ class Gemma2Config(TransformerConfig):
         return typed_windows(self.types(), self.sliding_window)
 
     def faults(self) -> list[str]:
-        return super().faults() + type_faults(self.types(), self.sliding_window, self.num_hidden_layers)
+        faults = super().faults() + type_faults(self.types(), self.sliding_window, self.num_hidden_layers)
+        if self.sliding_window_size not in (None, self.sliding_window):
+            faults.append(
+                f"model.sliding_window_size: {self.sliding_window_size}, and model.sliding_window "
+                f"{self.sliding_window}: they are one thing"
+            )
+        return faults
 
     def norm(self, features: int | tuple[int, ...], rngs: nnx.Rngs) -> nnx.Module:
         return RMSNorm(features, eps=self.rms_norm_eps, offset=1.0, rngs=rngs)

@@ -23,6 +23,14 @@ class LlamaConfig(TransformerConfig):
     def layer_windows(self) -> list[int | None]:
         return [self.sliding_window] * self.num_hidden_layers
 
+    def unsaved(self) -> list[str]:
+        if self.sliding_window is None or self.model_type != "llama":
+            return super().unsaved()
+        return [
+            "model.sliding_window: transformers' llama looks back without a window; train it as model.kind "
+            "mistral, which is the same model with one"
+        ]
+
     def mlp(self, rngs: nnx.Rngs) -> nnx.Module:
         return GatedMLP(
             self.hidden_size, self.intermediate_size, init=self.matrix_init, bias=self.mlp_bias, rngs=rngs

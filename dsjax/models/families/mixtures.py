@@ -70,6 +70,19 @@ class SparseConfig(TransformerConfig):
             ]
         return super().faults()
 
+    def unsaved(self) -> list[str]:
+        faults = super().unsaved()
+        if self.capacity_factor is not None:
+            faults.append(
+                "model.capacity_factor: transformers drops no rows; train to the end without it (null)"
+            )
+        if self.router_bias_update_rate and not self.saved:
+            faults.append(
+                f"model.router_bias_update_rate: {self.model_type} has no place for the router's biases; "
+                "deepseek_v3 has"
+            )
+        return faults
+
     def mlp(self, rngs: nnx.Rngs) -> nnx.Module:
         return Mixture(self.mixture(), init=self.matrix_init, rngs=rngs)
 

@@ -18,6 +18,7 @@ class Qwen2Config(TransformerConfig):
 
     num_key_value_heads: PositiveInt | None = 32
     attention_bias: Annotated[Literal[True], Takes("true")] = True
+    use_mrope: Annotated[Literal[False], Takes("false")] = False
     use_sliding_window: bool = False
     sliding_window: PositiveInt | None = 4096
     max_window_layers: NonNegativeInt = 28
