@@ -14,7 +14,7 @@ import pytest
 from dsjax.cli import _settings, main
 from dsjax.errors import ConfigError
 
-VERBS = {"train", "eval", "generate", "plan", "init", "launch", "doctor", "data", "checkpoints"}
+VERBS = {"train", "eval", "generate", "plan", "hf", "init", "launch", "doctor", "data", "checkpoints"}
 
 
 @pytest.fixture

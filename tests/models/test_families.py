@@ -170,7 +170,7 @@ def changed(tmp_path: Path, name: str, **fields: Any) -> ModelConfig:
         (
             "gpt2-plain",
             {"attn_pdrop": 0.1},
-            "model.attn_pdrop: takes 0, as attention weights are not dropped here, got 0.1",
+            "model.attn_pdrop: takes 0, as there is no such dropout here, got 0.1",
         ),
         ("gpt2-plain", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx: takes false, got true"),
         ("gpt2-plain", {"n_head": 5}, "model.n_head: 5 does not divide model.n_embd 16"),

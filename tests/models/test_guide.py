@@ -64,5 +64,7 @@ def test_it_is_cut_over_a_mesh_by_the_shared_table() -> None:
 def test_what_it_declares_with_one_value_is_refused_with_another() -> None:
     fields = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = ModelConfig(kind="starcoder2", vocab_size=9, residual_dropout=0.1, **fields)
-    with pytest.raises(ConfigError, match=r"model\.residual_dropout: takes 0, got 0\.1"):
+    with pytest.raises(
+        ConfigError, match=r"model\.residual_dropout: takes 0, as there is no such dropout here, got 0\.1"
+    ):
         build(config, platform="cpu")

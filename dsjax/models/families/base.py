@@ -22,7 +22,7 @@ from dsjax.models.transformer import Attention, Heads, Layer, Parts
 from dsjax.models.weights import Entry, WeightMap
 
 Axes = Mapping[str, tuple[str | None, ...]]
-NoDropout = Annotated[float, Field(ge=0, le=0), Takes("0, as attention weights are not dropped here")]
+NoDropout = Annotated[float, Field(ge=0, le=0), Takes("0, as there is no such dropout here")]
 Scaling = Annotated[dict[str, Any] | None, Takes("a mapping with rope_type, or null")]
 LayerTypes = Annotated[
     list[Literal["full_attention", "sliding_attention"]] | None,
