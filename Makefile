@@ -14,7 +14,7 @@ test: $(DEV_STAMP)  ## what a change must pass
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-aot: $(AOT_STAMP)  ## what is compiled for GPUs that are not here
-	$(BIN)/python -m pytest tests/aot tests/plan tests/pallas_kernels -m "not slow" -n 2 --dist load
+	$(BIN)/python -m pytest tests/aot tests/plan tests/pallas_kernels -m "not slow" -n 2 --dist worksteal
 
 test-all: $(AOT_STAMP)  ## the campaigns and whole products too
 	$(BIN)/python -m pytest -n 2 --dist loadfile

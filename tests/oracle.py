@@ -46,6 +46,8 @@ EXCHANGES: Mapping[str, Mapping[str, Any]] = {
     # Two levels where `data` spans pairs of near devices, in groups of layers that one layer fills.
     "pairs": {"topology": {"node": 2}, "route": "hierarchical", "overlap": True, "bucket_bytes": 4096},
     "groups": {"overlap": True, "bucket_bytes": 20_000},
+    # A codec that begins after the last step: until then all of its ways go dense.
+    "warming": {"codec": "topk", "min_size": 0, "dense": [], "warmup_steps": STEPS},
 }
 FORMATS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"policy": name} for name in ("fp32", "bf16", "fp16")},
@@ -84,16 +86,23 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 48, "num_local_experts": 8, "router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01,
         "router_bias_update_rate": 0.01,
     },
+    "deepseek_v3": {
+        "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+        "num_experts_per_tok": 3, "num_key_value_heads": 8, "head_dim": None, "kv_lora_rank": 24, "q_lora_rank": 16,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5, "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1, "router_aux_loss_coef": 0.1, "router_bias_update_rate": 0.01,
+    },
 }  # fmt: skip
 
 
 def model_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A model whose layers and vocabulary do not divide by anything."""
+    window = {} if settings["model"] == "deepseek_v3" else {"sliding_window": settings["window"]}
     return {
         "kind": settings["model"], "hidden_size": 32, "num_hidden_layers": settings["layers"], "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64, "vocab_size": VOCAB,
         "tie_word_embeddings": settings["tied"], "dropout": settings["dropout"],
-        "sliding_window": settings["window"], **MODELS[settings["model"]],
+        **window, **MODELS[settings["model"]],
     }  # fmt: skip
 
 
@@ -232,7 +241,7 @@ def train(settings: Mapping[str, Any]) -> Trained:
         if step == RESTART and settings["restart"] != "none":
             state = restarted(program, state, settings["restart"])
         batch = program.place(batch_of(settings["rows"], step))
-        state, metrics = program.step(batch)(state, batch, program.votes())
+        state, metrics = program.step(batch, step + 1)(state, batch, program.votes())
         result.losses.append(float(metrics["loss"]))
         result.norms.append(float(metrics["grad_norm"]))
         result.gradients.append(_named(program.in_order(state.opt_state[0].trace)))

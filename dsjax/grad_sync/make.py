@@ -116,9 +116,9 @@ def _told(config: GradSyncConfig, exchange: Exchange) -> str:
     parts = " x ".join(map(str, reversed(route.parts)))
     forms = f"{config.codec} on {share:.0%} of the numbers" if config.codec != "dense" else "dense"
     residuals = ", error feedback" if exchange.keeps else ""
-    if config.warmup_steps and config.codec != "dense":
-        residuals += f", dense in the first {config.warmup_steps} steps"
-    return f"gradients: {forms}{residuals}, route {route.name} ({parts} replicas)"
+    warming = config.warmup_steps if coded else 0
+    first = f", dense in the first {warming} steps" if warming else ""
+    return f"gradients: {forms}{residuals}{first}, route {route.name} ({parts} replicas)"
 
 
 def _within(path: str, stack: str | None) -> bool:

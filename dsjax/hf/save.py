@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -58,22 +58,6 @@ class Side:
         if self.config:
             text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
             write_atomically(directory / SETTINGS[0], text.encode())
-
-
-@dataclass
-class _Shards:
-    """Tensors gathered into files of a size."""
-
-    limit: int
-    size: int = 0
-    held: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def full(self, tensor: np.ndarray) -> bool:
-        return bool(self.held) and self.size + tensor.nbytes > self.limit
-
-    def add(self, name: str, tensor: np.ndarray) -> None:
-        self.held[name] = tensor
-        self.size += tensor.nbytes
 
 
 def save(
@@ -138,11 +122,13 @@ def save(
 
 
 def _files(tensors: Iterator[tuple[str, np.ndarray]], limit: int) -> Iterator[dict[str, np.ndarray]]:
-    shards = _Shards(limit)
+    """The tensors in order, as many together as a file of that size holds, and one at least."""
+    held: dict[str, np.ndarray] = {}
+    size = 0
     for name, tensor in tensors:
-        if shards.full(tensor):
-            yield shards.held
-            shards = _Shards(limit)
-        shards.add(name, tensor)
-    if shards.held:
-        yield shards.held
+        if held and size + tensor.nbytes > limit:
+            yield held
+            held, size = {}, 0
+        held[name] = tensor
+        size += tensor.nbytes
+    yield held

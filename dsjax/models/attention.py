@@ -117,10 +117,11 @@ def _cuts(q_bsnh: jax.Array, k_bskh: jax.Array) -> tuple[int, tuple[str | None, 
     rows, length, heads, _ = q_bsnh.shape
     batch = "batch" if cut_axes(layout, "batch", rows) else None
     sequence = cut_axes(layout, "sequence", length)
-    cut_heads = cut_axes(layout, "heads", heads) and cut_axes(layout, "kv_heads", k_bskh.shape[2])
+    kv_heads = "kv_heads" if cut_axes(layout, "kv_heads", k_bskh.shape[2]) else None
+    # A single key head is every query head's: it is whole where those are cut.
+    cut = cut_axes(layout, "heads", heads) and (kv_heads or k_bskh.shape[2] == 1)
     ranks = layout.axis_size("context") if layout is not None and sequence else 1
-    names = (batch, "sequence" if sequence else None, *(("heads", "kv_heads") if cut_heads else (None, None)))
-    return ranks, names
+    return ranks, (batch, "sequence" if sequence else None, *(("heads", kv_heads) if cut else (None, None)))
 
 
 def _parts(length: int, ranks: int, zigzag: bool) -> tuple[tuple[Part, ...], ...]:

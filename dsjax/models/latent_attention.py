@@ -79,58 +79,34 @@ class LatentAttention(nnx.Module):
         self.o_proj = linear((n, sizes.values), (d,), (n * sizes.values, d), sizes.bias)
 
     def __call__(self, x_bsd: jax.Array, where: Where) -> jax.Array:
-        plain = self.sizes.plain
+        sizes, absorbed = self.sizes, self.absorbed
         q = x_bsd
         if self.q_a_proj is not None and self.q_a_norm is not None:
             q = self.q_a_norm(self.q_a_proj(q))
         q = constrain(self.q_proj(q), "batch", "sequence", "heads", None)
-        q_plain, q_rotated = q[..., :plain], self._rotated(q[..., plain:], where)
         both = self.kv_a_proj(x_bsd)
-        latent = self.kv_a_norm(both[..., : self.sizes.latent])
+        latent = self.kv_a_norm(both[..., : sizes.latent])
+        plain = q[..., : sizes.plain]
+        if absorbed:
+            # By the associative law: q (W c) = (q W) c, and sums of (W c) are W times sums of c.
+            kernel = self.kv_proj.kernel[...].astype(latent.dtype)
+            plain = jnp.einsum("bsnp,cnp->bsnc", plain, kernel[..., : sizes.plain])
+            k = v = latent[:, :, None]
+        else:
+            made = constrain(self.kv_proj(latent), "batch", "sequence", "heads", None)
+            k, v = made[..., : sizes.plain], made[..., sizes.plain :]
         # One head, which all share.
-        k_rotated = self._rotated(both[..., None, self.sizes.latent :], where)
-        form = self._by_latents if self.absorbed else self._by_heads
-        out = form(q_plain, q_rotated, latent, k_rotated, where)
+        k_rotated = self._rotated(both[..., None, sizes.latent :], where)
+        k = jnp.concatenate([k, jnp.broadcast_to(k_rotated, (*k.shape[:3], sizes.rotated))], axis=-1)
+        q = jnp.concatenate([plain, self._rotated(q[..., sizes.plain :], where)], axis=-1)
+        out = attention(
+            q, k, v, segment_ids_bs=where.segment_ids_bs, zigzag=where.zigzag, scale=sizes.scale
+        )  # fmt: skip
+        if absorbed:
+            out = jnp.einsum("bsnc,cnv->bsnv", out, kernel[..., sizes.plain :])
         return self.o_proj(constrain(out, "batch", "sequence", "columns", None))
 
     def _rotated(self, x_bsnr: jax.Array, where: Where) -> jax.Array:
         if self.sizes.interleaved:
             x_bsnr = jnp.concatenate([x_bsnr[..., 0::2], x_bsnr[..., 1::2]], axis=-1)
         return rotate(x_bsnr, *where.ropes[0])
-
-    def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, where: Where) -> jax.Array:
-        return attention(
-            q, k, v, segment_ids_bs=where.segment_ids_bs, zigzag=where.zigzag, scale=self.sizes.scale
-        )  # fmt: skip
-
-    def _by_heads(
-        self,
-        q_plain: jax.Array,
-        q_rotated: jax.Array,
-        latent_bsc: jax.Array,
-        k_rotated: jax.Array,
-        where: Where,
-    ) -> jax.Array:
-        """[b, s, n, v]: every head's own keys and values."""
-        made = constrain(self.kv_proj(latent_bsc), "batch", "sequence", "heads", None)
-        shared = jnp.broadcast_to(k_rotated, (*made.shape[:3], k_rotated.shape[-1]))
-        q = jnp.concatenate([q_plain, q_rotated], axis=-1)
-        k = jnp.concatenate([made[..., : self.sizes.plain], shared], axis=-1)
-        return self._attended(q, k, made[..., self.sizes.plain :], where)
-
-    def _by_latents(
-        self,
-        q_plain: jax.Array,
-        q_rotated: jax.Array,
-        latent_bsc: jax.Array,
-        k_rotated: jax.Array,
-        where: Where,
-    ) -> jax.Array:
-        """The same [b, s, n, v] by the associative law: q (W c) = (q W) c, and sums of (W c) are W times sums of c."""
-        kernel = self.kv_proj.kernel[...].astype(latent_bsc.dtype)
-        to_keys, to_values = kernel[..., : self.sizes.plain], kernel[..., self.sizes.plain :]
-        into = jnp.einsum("bsnp,cnp->bsnc", q_plain, to_keys)
-        q = jnp.concatenate([into, q_rotated], axis=-1)
-        k = jnp.concatenate([latent_bsc[:, :, None], k_rotated], axis=-1)
-        found = self._attended(q, k, latent_bsc[:, :, None], where)
-        return jnp.einsum("bsnc,cnv->bsnv", found, to_values)

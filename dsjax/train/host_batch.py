@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from dsjax.errors import InputError
-from dsjax.mesh import named_leaves
+from dsjax.mesh import named_leaves, path_name
 
 
 def abstract(batch: Any) -> Any:
@@ -61,6 +61,34 @@ def refuse_nan(name: str, value: np.ndarray, step: int | None) -> None:
             f"data: {where} holds NaN in {name or 'its array'}, rows {', '.join(map(str, rows))} of this "
             "process; clean the data set (nothing was changed by this batch)"
         )
+
+
+def on_mesh(
+    batch: Any,
+    sharding: jax.sharding.Sharding,
+    lead: tuple[int, ...],
+    whole: tuple[int, ...],
+    step: int | None = None,
+) -> Any:
+    """A process's rows as arrays over the mesh.
+
+    Args:
+      lead: what its rows become of the arrays' first dimension.
+      whole: the same of the rows of all processes.
+      step: for messages.
+
+    Raises:
+      InputError: NaN in the data, or numbers that do not fit the device's type.
+    """
+
+    def put(path: Any, value: Any) -> jax.Array:
+        name = path_name(path)
+        # A copy: on a CPU the device array may share the host array's memory.
+        value = narrow(name, np.array(value)).reshape(*lead, *np.shape(value)[1:])
+        refuse_nan(name, value, step)
+        return jax.make_array_from_process_local_data(sharding, value, (*whole, *value.shape[len(lead) :]))
+
+    return jax.tree_util.tree_map_with_path(put, batch)
 
 
 def warned_if_alike(

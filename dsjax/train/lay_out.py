@@ -62,12 +62,7 @@ def numbers_of(config: Config, platform: str, stages: int, wrong: tuple[Wrong, .
     fp16 = Policy.of(config.precision, platform).has_fp16
     stability = config.stability
     if config.diloco.inner_steps:
-        _refuse_apart(stability)
-        if config.grad_sync.warmup_steps:
-            raise ConfigError(
-                "grad_sync.warmup_steps: workers that train apart (diloco.inner_steps) exchange moves and no "
-                "gradients; set it to 0"
-            )
+        _refuse_apart(stability, config.grad_sync.warmup_steps)
     _refuse_narrow(config.precision, config.diloco.inner_steps, stages)
     refuse_stages(stability.check_recompute_every, stages)
     return Numbers(
@@ -94,7 +89,7 @@ def _refuse_delayed(config: Config, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def _refuse_apart(stability: StabilityConfig) -> None:
+def _refuse_apart(stability: StabilityConfig, warmup_steps: int) -> None:
     """Refuses what is of one gradient a step where workers that train apart have one each."""
     wrong = (
         ("clip", stability.clip, "median", "fixed"),
@@ -106,6 +101,11 @@ def _refuse_apart(stability: StabilityConfig) -> None:
         for name, value, refused, other in wrong
         if value == refused
     ]
+    if warmup_steps:
+        faults.append(
+            "grad_sync.warmup_steps: workers that train apart (diloco.inner_steps) exchange moves and no gradients; "
+            "set it to 0"
+        )
     if faults:
         raise ConfigError(faults)
 

@@ -14,6 +14,7 @@ from flax import nnx
 from dsjax.errors import ConfigError
 from dsjax.mesh import constrain, current_layout, zigzag_order
 from dsjax.models.cross_entropy import linear_cross_entropy
+from dsjax.models.decoder import Decoder
 from dsjax.models.spec import Stages, Tally, Trunk
 from dsjax.models.stack import run_stacked
 from dsjax.train.randomness import sequence_positions
@@ -34,22 +35,20 @@ def language_model_loss(chunk: int) -> Callable[[Any, Mapping[str, jax.Array]], 
       chunk: tokens of each device whose logits exist at a time.
 
     Returns:
-      ``loss(model, batch) -> (sum, weight)``, or with extras where the model's layers add to the loss (it offers
-      `outputs`), for batches of int32 [B, S] `tokens`, `targets`,
+      ``loss(model, batch) -> (sum, weight)``, or with extras where the layers of a `Decoder` add to the loss, for
+      batches of int32 [B, S] `tokens`, `targets`,
       `positions`, `segment_ids` (0: padding) and float32 [B, S] `weights`.
     """
 
     def loss(model: Any, batch: Mapping[str, jax.Array]) -> Any:
-        frame = getattr(model, "frame", None)
-        batch, order, zigzag = _in_order(batch, frame.trunk.ahead if frame else 0)
+        ours = isinstance(model, Decoder)
+        batch, order, zigzag = _in_order(batch, model.frame.trunk.ahead if ours else 0)
         where = {"positions_bs": batch["positions"], "segment_ids_bs": batch["segment_ids"], "zigzag": zigzag}
-        added, extras = None, {}
         with sequence_positions(order):
-            if hasattr(model, "outputs"):
-                hidden, added, extras = model.outputs(batch["tokens"], **where)
-            else:
-                hidden = model.hidden(batch["tokens"], **where)
-            given = frame and frame.where(batch["positions"], batch["segment_ids"], zigzag)
+            if not ours:
+                return _of_hidden(model, model.hidden(batch["tokens"], **where), batch, chunk)
+            hidden, added, extras = model.outputs(batch["tokens"], **where)
+            given = model.frame.where(*where.values())
             total, weight, *more = _of_hidden(model, hidden, batch, chunk, given)
         extras = merged(extras, *more)
         return (total if added is None else total + added, weight, *([extras] if extras else []))
@@ -123,7 +122,9 @@ def _further(batch: Mapping[str, jax.Array], ahead: int) -> dict[str, jax.Array]
     return {"ahead_targets": jnp.stack(targets, -1), "ahead_weights": jnp.stack(weights, -1)}
 
 
-def _of_hidden(model: Any, hidden: Any, batch: Mapping[str, Any], chunk: int, where: Any) -> tuple[Any, ...]:
+def _of_hidden(
+    model: Any, hidden: Any, batch: Mapping[str, Any], chunk: int, where: Any = None
+) -> tuple[Any, ...]:
     """(sum, weight) of the next token, and in training of those further ahead: (sum, weight, extras).
 
     The mean of those is over the tokens of the main loss, as in the paper, so one division serves both.

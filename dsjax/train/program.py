@@ -25,7 +25,7 @@ from dsjax.config.parallel import PipelineConfig
 from dsjax.errors import ConfigError, InputError
 from dsjax.grad_sync import Exchange, left_to_the_compiler, make_exchange
 from dsjax.grad_sync.residuals import facts_of
-from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, path_name, process_rows
+from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, process_rows
 from dsjax.mesh.topology import Topology
 from dsjax.models import Stages
 from dsjax.models.weights import WeightMap
@@ -35,7 +35,7 @@ from dsjax.train.diloco import apart_notes, refuse_last_step, refuse_pipeline
 from dsjax.train.formats import held_params, optimizer_of
 from dsjax.train.given import Init, check_init, check_patterns
 from dsjax.train.gradients import StepParts
-from dsjax.train.host_batch import abstract, leading_rows, narrow, refuse_nan, signature
+from dsjax.train.host_batch import abstract, leading_rows, on_mesh, signature
 from dsjax.train.injected import with_faults
 from dsjax.train.memory import (
     compiled_bytes,
@@ -360,17 +360,9 @@ class Program:
                 f"the batch has {rows} rows a process, which do not divide into gradient_accumulation_steps "
                 f"{self.accumulation}{pipeline} x {mine} shards of the mesh here; use a multiple of {parts}"
             )
-        sharding = NamedSharding(self.mesh, P(None, BATCH_AXES))
         lead = (self.microbatches, rows // self.microbatches)
-
-        def put(path: Any, value: Any) -> jax.Array:
-            # A copy: on a CPU the device array may share the host array's memory.
-            value = narrow(path_name(path), np.array(value)).reshape(*lead, *np.shape(value)[1:])
-            refuse_nan(path_name(path), value, step)
-            shape = (lead[0], lead[1] * shards // mine, *value.shape[2:])
-            return jax.make_array_from_process_local_data(sharding, value, shape)
-
-        return jax.tree_util.tree_map_with_path(put, batch)
+        whole = (lead[0], lead[1] * shards // mine)
+        return on_mesh(batch, NamedSharding(self.mesh, P(None, BATCH_AXES)), lead, whole, step)
 
     def place_eval(self, batch: Any) -> Any:
         """This process's rows of an evaluation batch, [B, ...] over the mesh.
@@ -386,14 +378,7 @@ class Program:
                 "of the mesh here; pad it with rows of weight 0"
             )
         sharding = self.replicated if whole else NamedSharding(self.mesh, P(BATCH_AXES))
-
-        def put(path: Any, value: Any) -> jax.Array:
-            value = narrow(path_name(path), np.array(value))
-            refuse_nan(path_name(path), value, None)
-            shape = value.shape if whole else (rows * shards // mine, *value.shape[1:])
-            return jax.make_array_from_process_local_data(sharding, value, shape)
-
-        return jax.tree_util.tree_map_with_path(put, batch)
+        return on_mesh(batch, sharding, (rows,), (rows if whole else rows * shards // mine,))
 
     def votes(self, asked: int = 0) -> jax.Array:
         """What this process asks of all (`dsjax.train.votes`), one number a device."""

@@ -30,8 +30,9 @@ def filled(case: dict[str, Any], devices: int) -> dict[str, Any]:
     case = {**PLAIN, **case, "format": "bf16"}
     stages = case["pipeline"][0]
     axes = {"data": case["data"], "fsdp": case["fsdp"], "context": case["context"]}
+    others = case["expert"] * case["gradient_accumulation_steps"]
     while devices_of({**case, **axes}) < devices:
-        split = axes["data"] * axes["fsdp"] * case["gradient_accumulation_steps"]
+        split = axes["data"] * axes["fsdp"] * others
         axis = "data" if BATCH % (2 * split) == 0 and BATCH // (2 * split) >= stages else "context"
         axes[axis] *= 2
     return {**case, **axes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from test_family_layouts import FIELDS
 
 from dsjax.config import from_dict
+from dsjax.mesh import Layout, make_mesh, use_layout
 from dsjax.models import build
 from dsjax.train.losses import language_model_loss
 
@@ -96,3 +98,23 @@ def test_tokens_further_ahead_count_within_their_document() -> None:
     model.eval()
     alone, *_ = language_model_loss(chunk=16)(model, batch)
     assert float(alone) < float(total)
+
+
+def test_the_absorbed_form_is_cut_over_heads_although_they_share_one_key() -> None:
+    model, _ = load(spec_of("deepseek_v3-plain"), tensors_of("deepseek_v3-plain"))
+    model.set_attributes(absorbed=True)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 97, (2, 24)), jnp.int32)
+    graph, state = nnx.split(model)
+
+    def logits(state: Any) -> jax.Array:
+        return nnx.merge(graph, state, copy=True)(tokens)
+
+    alone = logits(state)
+    layout = Layout(make_mesh({"tensor": 4}, jax.devices()[:4]), spec_of("deepseek_v3-plain").param_axes)
+    with use_layout(layout):
+        compiled = jax.jit(logits).lower(state).compile()
+    np.testing.assert_allclose(compiled(state), alone, rtol=1e-4, atol=1e-5)
+    # Scores are of a quarter of the heads on each device: [b, 1, heads, rows, keys].
+    sizes = {tuple(map(int, s.split(","))) for s in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
+    scores = [size for size in sizes if size[-2:] == (24, 24)]
+    assert scores and all(np.prod(size) <= 2 * 24 * 24 for size in scores)
