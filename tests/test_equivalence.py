@@ -62,6 +62,12 @@ def allowed(case: Mapping[str, Any]) -> bool:
         return False  # refused, with the reason
     if case.get("window") is not None and case.get("model") == "deepseek_v3":
         return False  # it has none
+    if (
+        case.get("model") == "deepseek_v3"
+        and case.get("tensor") == (2, 2)
+        and case.get("pipeline", (1,))[0] > 1
+    ):
+        return False  # refused, with the reason
     parts = (
         case.get("data", 1)
         * case.get("fsdp", 1)
