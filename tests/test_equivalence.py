@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cover import pairs_of, pairwise
-from oracle import AXES, BATCH, PLAIN, devices_of, on_one_device, train
+from oracle import AXES, BATCH, MODELS, PLAIN, devices_of, on_one_device, train
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "pipeline": (
@@ -35,7 +35,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "tensor": (1, 2, 4, (2, 2)),
     "gradient_accumulation_steps": (1, 2, 4),
     "remat": ("none", "full", "dots", "every_2"),
-    "model": ("llama", "mixtral", "deepseek_v3"),
+    "model": tuple(MODELS),
     "rows": ("full", "ragged", "packed"),
     "fsdp_gather": ("layer", "step"),
     "dropout": (0.0, 0.1),
@@ -58,15 +58,12 @@ TOLERANCE = 1e-5
 
 def allowed(case: Mapping[str, Any]) -> bool:
     """Whether a (partial) case fits the devices and the batch."""
-    if case.get("expert", 1) > 1 and case.get("model") == "llama":
+    model = case.get("model", "mixtral")
+    if case.get("expert", 1) > 1 and "router_aux_loss_coef" not in MODELS[model]:
         return False  # refused, with the reason
-    if case.get("window") is not None and case.get("model") == "deepseek_v3":
-        return False  # it has none
-    if (
-        case.get("model") == "deepseek_v3"
-        and case.get("tensor") == (2, 2)
-        and case.get("pipeline", (1,))[0] > 1
-    ):
+    if case.get("window") is not None and model in ("deepseek_v3", "gpt2", "olmo2"):
+        return False  # they have none
+    if model == "deepseek_v3" and case.get("tensor") == (2, 2) and case.get("pipeline", (1,))[0] > 1:
         return False  # refused, with the reason
     parts = (
         case.get("data", 1)

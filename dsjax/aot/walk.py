@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from dsjax.aot.hlo import Computation, Instruction, Module, Shape
+from dsjax.mesh.turns import usual_turns
 
 # No loop over layers, microbatches or blocks comes near this many turns.
 _MOST_TURNS = 10_000
@@ -18,7 +19,8 @@ class Loop:
     """A `while`.
 
     Attributes:
-      trips: how often its body runs; None where the program does not say; a fraction where that is a mean.
+      trips: how often its body runs; None where the program does not say; a fraction where that is a mean. Where only
+        the data tell, what it is named to be usually (`dsjax.mesh.turns`).
       op_name: the jax operation that it came from.
     """
 
@@ -125,8 +127,13 @@ def loop_of(
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """How often a loop's body runs: what XLA found, else by counting as the program counts.
 
-    None where that depends on data, or is more than ten thousand.
+    Where that depends on data, or is more than ten thousand: what the loop says of itself (`mesh.turns`), or None.
     """
+    counted = _counted(module, computation, loop)
+    return usual_turns(loop.op_name) if counted is None else counted
+
+
+def _counted(module: Module, computation: Computation, loop: Instruction) -> int | None:
     known = loop.backend_config.get("known_trip_count", {}).get("n")
     if known is not None:
         return int(known)

@@ -1,4 +1,4 @@
-"""Memory of a Llama's step by formulas, without compiling: to prune a search, and where nothing compiles.
+"""Memory of a language model's step by formulas, without compiling: to prune a search, and where nothing compiles.
 
 Memory is a count of the arrays that XLA's reports (`--xla_dump_to`: live ranges, buffer assignment) show in
 its heap at the fullest moment, by their shapes (docs/plan.md says how near that comes).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from dsjax.plan import analytic_stages
+from dsjax.plan import analytic_stages, experts
 from dsjax.plan.compiled import memory_limit
 from dsjax.plan.laid import Laid, lay_out
 from dsjax.plan.result import MemoryUse
@@ -72,7 +72,9 @@ def _kept_of_a_layer(laid: Laid) -> float:
     norms = 4 * 4 * sizes.hidden
     outputs = 2 * sizes.hidden * (1 if laid.mesh["tensor"] == 1 else 2 * laid.mesh["tensor"])
     products = 6 * sizes.feed_forward + 3 * sizes.query + 2 * sizes.key
-    return (laid.tokens_a_device * (norms + item * (outputs + products)) + item * sizes.layer) / laid.tensor
+    return (
+        laid.tokens_a_device * (norms + item * (outputs + products)) + item * laid.layer_used
+    ) / laid.tensor
 
 
 def _kept_in_a_group(laid: Laid) -> float:
@@ -80,13 +82,13 @@ def _kept_in_a_group(laid: Laid) -> float:
     sizes, whole = laid.sizes, laid.mesh["tensor"]
     products = 3 * sizes.feed_forward + 2 * (sizes.query + sizes.key)
     activations = laid.tokens_a_device * ((2 + 2 * whole) * sizes.hidden + products)
-    return laid.item * (activations + sizes.layer) / laid.tensor
+    return laid.item * (activations + laid.layer_used) / laid.tensor
 
 
 def _gradients(laid: Laid) -> float:
     """Bytes of gradients in their places, from the first layer on (XLA makes the zeros early), and of their sums."""
     sizes, cut = laid.sizes, laid.shards * laid.tensor
-    found = laid.gradient_item * sizes.layers * sizes.layer / cut
+    found = laid.gradient_item * sizes.layers * laid.layer / cut
     if laid.shards > 1 and laid.config.train.remat != "none":
         # The down and output projections once more, with the dimension first along which they are gathered.
         found += laid.gradient_item * sizes.layers * sizes.hidden * (sizes.feed_forward + sizes.query) / cut
@@ -109,7 +111,7 @@ def _in_the_head(laid: Laid) -> float:
     logits = (4 + item) * chunk * columns
     # What the last layer's backward pass has asked for already: its matrices and activations.
     activations = 5 * sizes.hidden + 2 * (sizes.query + sizes.key)
-    return head + logits + item * (sizes.layer + tokens * activations) / laid.tensor
+    return head + logits + item * (laid.layer_used + tokens * activations) / laid.tensor
 
 
 def _in_a_layer(laid: Laid) -> float:
@@ -117,7 +119,7 @@ def _in_a_layer(laid: Laid) -> float:
     sizes, item, tensor = laid.sizes, laid.item, laid.tensor
     ends = 4 * (1 if sizes.tied else 2) * sizes.hidden * sizes.vocabulary / (tensor * laid.shards)
     # This layer's matrices gathered, and the gradients of the one before on their way to their places.
-    matrices = 2 * item * sizes.layer / tensor
+    matrices = 2 * item * laid.layer_used / tensor
     # Either the feed-forward is at work, or attention: every section's keys and values, or their gradients,
     # whole over `context`, and the values once more.
     seen = 1 + (_SECTIONS + 1) * laid.mesh["context"]
@@ -130,7 +132,7 @@ def _in_a_layer(laid: Laid) -> float:
         # Whole sequences: the products' input and the gradient of their output, each in two orders; the gradients of
         # queries', keys' and values' input, and their sum.
         activations += 8 * sizes.hidden / laid.mesh["tensor_rows"]
-    found = ends + matrices + item * laid.tokens_a_device * activations
+    found = ends + matrices + item * laid.tokens_a_device * activations + experts.temporary(laid)
     if laid.config.train.remat.startswith("every_"):
         found += _group(laid) * _kept_in_a_group(laid)
     return found

@@ -1,4 +1,4 @@
-"""Memory of a pipelined Llama's step by formulas: XLA's heap beside the state, counted as in `analytic`.
+"""Memory of a pipelined step by formulas: XLA's heap beside the state, counted as in `analytic`.
 
 Three things fill it: what the loop over ticks carries (stashes, gradients), what all stages hold of embedding and
 head, and the fullest moment in between: the gathers before the loop, the head, or the backward of a layer.
@@ -92,7 +92,7 @@ def _ends(laid: Laid) -> float:
 def _gradients(laid: Laid) -> float:
     """Bytes of the fp32 sums: of the stage's layers, and of embedding and head whole on all stages."""
     sizes, layers = laid.sizes, layers_held(laid)
-    found = 4 * (layers * sizes.layer + _ends(laid)) / _cut(laid)
+    found = 4 * (layers * laid.layer + _ends(laid)) / _cut(laid)
     if _cut(laid) > laid.tensor:
         # The down and output projections once more, with the dimension first along which they are gathered.
         found += 4 * layers * sizes.hidden * (sizes.feed_forward + sizes.query) / _cut(laid)
@@ -112,7 +112,7 @@ def _gathered_once(laid: Laid) -> float:
     """Bytes of all parameters of the stage where they are gathered before the first tick."""
     if laid.config.train.fsdp_gather == "layer" or laid.shards == 1:
         return 0.0
-    return laid.item * (layers_held(laid) * laid.sizes.layer + _ends(laid)) / laid.tensor
+    return laid.item * (layers_held(laid) * laid.layer_used + _ends(laid)) / laid.tensor
 
 
 def _in_the_head(laid: Laid) -> float:

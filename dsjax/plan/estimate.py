@@ -1,24 +1,22 @@
-"""Time and traffic of a Llama's step by formulas, and the plan made of them where nothing is compiled."""
+"""Time and traffic of a step by formulas, and the plan made of them where nothing is compiled."""
 
 from __future__ import annotations
 
 from dsjax.aot import Target
 from dsjax.config import Config
 from dsjax.mesh.axes import SHARD_AXES
-from dsjax.plan import estimate_stages
+from dsjax.plan import estimate_stages, experts
 from dsjax.plan.analytic import Laid, lay_out, memory
 from dsjax.plan.compiled import vocabulary_notes
 from dsjax.plan.cost import PEAK, Reached, corrected, unit_notes
 from dsjax.plan.measured import correction
 from dsjax.plan.result import Flops, Forecast, Plan, Roofline, Traffic
 from dsjax.plan.settings import settings_of, with_money
-from dsjax.plan.wire import exchanged, sent
+from dsjax.plan.wire import exchanged, sent, waited_for
 from dsjax.plan.words import target_notes
 
 # Passes over a layer's residual and feed-forward activations outside of matrix products.
 _PASSES = 38
-# Their sums stand between products that need them; everything else runs beside the layers.
-_WAITED_FOR = {"tensor", "tensor_rows"}
 
 
 def compute_seconds(laid: Laid, reached: Reached) -> tuple[float, float]:
@@ -26,9 +24,11 @@ def compute_seconds(laid: Laid, reached: Reached) -> tuple[float, float]:
     sizes, chip = laid.sizes, laid.target.chip
     again = {"none": 1.0, "dots": 1.05}.get(laid.config.train.remat, 4 / 3)
     each = laid.model.flops_per_token(laid.config.train.sequence_length) or 0.0
-    flops = each * laid.tokens * again / laid.target.size
+    of_experts = experts.flops_per_token(sizes)
+    flops = ((each - of_experts) * again + of_experts * experts.AGAIN) * laid.tokens / laid.target.size
     passes = _PASSES * sizes.layers * laid.item * laid.tokens_a_device * laid.microbatches
     moved = passes * (sizes.hidden + sizes.feed_forward) / laid.tensor + 2 * sum(laid.state)
+    moved += laid.microbatches * sizes.layers * experts.moved(laid)
     return flops / reached.flops(chip, laid.dtype), moved / chip.memory.bandwidth / reached.memory
 
 
@@ -52,10 +52,12 @@ def traffic(laid: Laid) -> tuple[Traffic, ...]:
 
     def add(kind: str, axes: tuple[str, ...], times: int, size: float) -> None:
         axes = tuple(axis for axis in axes if mesh[axis] > 1)
-        if axes:
+        if axes and size:
             found.append(sent(laid, kind, axes, times, size))
 
     add("all-gather", SHARD_AXES, runs * (1 + again), layer)
+    add("all-gather", experts.SHARDS, runs * (1 + again), experts.used(laid))
+    add("reduce-scatter", experts.SHARDS, runs, experts.used(laid))
     add("all-gather", SHARD_AXES, micro, ends)
     add("reduce-scatter", SHARD_AXES, runs, layer)
     add("reduce-scatter", SHARD_AXES, micro, ends)
@@ -65,6 +67,7 @@ def traffic(laid: Laid) -> tuple[Traffic, ...]:
     add("reduce-scatter", ("tensor_rows",), runs, (1 + again) * made + used)
     add("all-gather", ("context",), runs * (1 + again), keys)
     add("reduce-scatter", ("context",), runs, keys)
+    add("all-to-all", ("expert",), runs * experts.TIMES_SENT, experts.rows_sent(laid))
     return (*found, *exchanged(laid))
 
 
@@ -76,7 +79,7 @@ def forecast(laid: Laid) -> Forecast:
     compute = sum(compute_seconds(laid, reached))
     seconds = {True: 0.0, False: 0.0}
     for t in traffic(laid):
-        seconds[bool(_WAITED_FOR & set(t.axes))] += t.seconds / reached.link(t.crosses)
+        seconds[waited_for(t)] += t.seconds / reached.link(t.crosses)
     return corrected(compute + seconds[True] + max(0.0, seconds[False] - compute), compute, reached)
 
 

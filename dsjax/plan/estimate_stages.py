@@ -1,4 +1,4 @@
-"""Time and traffic of a pipelined Llama's step by formulas: its units, its schedule run with them, what it sends."""
+"""Time and traffic of a pipelined step by formulas: its units, its schedule run with them, what it sends."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import numpy as np
 
 from dsjax.mesh.axes import SHARD_AXES
 from dsjax.pipelining.simulate import simulate
-from dsjax.plan import analytic_stages, cost
+from dsjax.plan import analytic_stages, cost, experts
 from dsjax.plan.cost import Reached
 from dsjax.plan.laid import Laid
 from dsjax.plan.result import Forecast, Pipelined, Traffic
 from dsjax.plan.timetable import Units, pipelined
-from dsjax.plan.wire import exchanged, sent
+from dsjax.plan.wire import exchanged, sent, waited_for
 
 # Passes over a layer's residual and feed-forward activations outside of matrix products, of a forward.
 _PASSES = 13
-_WAITED_FOR = {"tensor", "tensor_rows"}
 
 # kind, axes, times in a step, bytes each time
 Sent = tuple[str, tuple[str, ...], int, float]
@@ -27,7 +26,7 @@ def units(laid: Laid, reached: Reached) -> Units:
     layer, head = _forward(laid, reached), _head(laid, reached)
     layer *= 1 + _waiting(laid, reached, layer)
     kept, summed = (
-        _moving(laid, reached, size) for size in (_kept(laid), 12 * laid.sizes.layer / laid.tensor)
+        _moving(laid, reached, size) for size in (_kept(laid), 12 * laid.layer_used / laid.tensor)
     )
     counts = np.array(work.counts, float)
     end = np.arange(len(counts)) == len(counts) - 1
@@ -53,7 +52,8 @@ def _forward(laid: Laid, reached: Reached) -> float:
     sizes, tokens = laid.sizes, laid.tokens_a_device / laid.tensor
     each = (laid.model.flops_per_token(laid.config.train.sequence_length) or 0.0) / 3
     flops = tokens * (each - 2.0 * sizes.hidden * sizes.vocabulary) / sizes.layers
-    moved = _PASSES * laid.item * tokens * (sizes.hidden + sizes.feed_forward) + _used(laid, sizes.layer)
+    moved = _PASSES * laid.item * tokens * (sizes.hidden + sizes.feed_forward) + _used(laid, laid.layer_used)
+    moved += experts.moved(laid) / 3  # of a forward and a backward
     return flops / reached.flops(laid.target.chip, laid.dtype) + _moving(laid, reached, moved)
 
 
@@ -89,7 +89,7 @@ def _waiting(laid: Laid, reached: Reached, layer: float) -> float:
     beside = waited = 0.0
     for one in _in_units(laid):
         seconds = one.seconds / reached.link(one.crosses)
-        if _WAITED_FOR & set(one.axes):
+        if waited_for(one):
             waited += seconds
         else:
             beside += seconds
@@ -113,6 +113,9 @@ def _in_units(laid: Laid) -> list[Traffic]:
     if laid.config.train.fsdp_gather == "layer":
         found.append(("all-gather", SHARD_AXES, runs * (2 + again), layer))
         found.append(("reduce-scatter", SHARD_AXES, runs, layer))
+        found.append(("all-gather", experts.SHARDS, runs * (2 + again), experts.used(laid)))
+        found.append(("reduce-scatter", experts.SHARDS, runs, experts.used(laid)))
+    found.append(("all-to-all", ("expert",), runs * experts.TIMES_SENT, experts.rows_sent(laid)))
     found.append(("all-gather", ("tensor",), runs * (4 + 2 * again), between))
     found.append(("reduce-scatter", ("tensor",), runs * (4 + 2 * again), between))
     found.append(("all-gather", ("context",), runs * (1 + again), keys))
@@ -124,7 +127,7 @@ def _those_sent(laid: Laid, found: list[Sent], dtype: str = "") -> list[Traffic]
     cut = [
         (kind, tuple(a for a in axes if laid.mesh[a] > 1), times, size) for kind, axes, times, size in found
     ]
-    return [sent(laid, kind, axes, times, size, dtype) for kind, axes, times, size in cut if axes]
+    return [sent(laid, kind, axes, times, size, dtype) for kind, axes, times, size in cut if axes and size]
 
 
 def _handed_on(laid: Laid) -> list[Traffic]:
@@ -135,7 +138,7 @@ def _handed_on(laid: Laid) -> list[Traffic]:
 
 def _once(laid: Laid) -> list[Traffic]:
     """Before and after the ticks: embedding and head over the stages, parameters gathered at once, sums over data."""
-    sizes, held = laid.sizes, analytic_stages.layers_held(laid) * laid.sizes.layer
+    sizes, held = laid.sizes, analytic_stages.layers_held(laid) * laid.layer_used
     ends = (1 if sizes.tied else 2) * sizes.hidden * sizes.vocabulary
     found: list[Sent] = [
         (kind, ("pipeline",), 1, 4 * ends / laid.tensor) for kind in ("all-gather", "reduce-scatter")

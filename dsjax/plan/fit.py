@@ -9,9 +9,9 @@ from dsjax.config import Config
 from dsjax.errors import ConfigError
 from dsjax.plan import analytic
 from dsjax.plan.compiled import Described, describe, memory_limit
-from dsjax.plan.laid import has_formulas
 from dsjax.plan.result import Change, Plan
 from dsjax.plan.settings import as_typed, with_settings
+from dsjax.plan.sizes import has_formulas
 
 _ENOUGH = 3  # changes to propose
 _TRIES = 8  # compiles at most
@@ -54,7 +54,7 @@ def _better(one: Change, other: Change) -> bool:
 
 
 def _hopeless(config: Config, described: Described) -> bool:
-    """Whether the formulas, which are for Llamas on GPUs, leave no hope; True too where it does not divide."""
+    """Whether the formulas, which are for families on GPUs, leave no hope; True too where it does not divide."""
     if described.target.chip.kind != "gpu" or not has_formulas(described.model):
         return False
     try:

@@ -1,4 +1,4 @@
-"""A Llama's run laid out on a cluster without devices, as far as formulas need it."""
+"""A run laid out on a cluster without devices, as far as formulas need it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from dsjax.aot import Target
 from dsjax.config import Config
 from dsjax.data.rows import empty_rows
-from dsjax.errors import ConfigError
 from dsjax.grad_sync import Exchange, make_exchange
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves
 from dsjax.mesh.axes import SHARD_AXES
 from dsjax.mesh.layout import axes_of_entry
 from dsjax.models import ModelSpec, Stages, build
-from dsjax.models.families.llama import LlamaConfig
-from dsjax.models.families.mixtures import SparseConfig
 from dsjax.plan.compiled import check_mesh
+from dsjax.plan.sizes import Sizes, sizes_of
 from dsjax.precision import compute_dtype
 from dsjax.train.assemble import check_batch
 from dsjax.train.diloco import refuse_pipeline
@@ -35,36 +33,6 @@ from dsjax.train.optimizers import make_optimizer, make_schedule, optimizer_shar
 from dsjax.train.stacking import Stack, Stacking, microbatches_of, refuse_empty_slots, stacking_of
 from dsjax.train.stage_costs import Costs, costs_of
 from dsjax.train.state import Numbers
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a Llama: elements. `query` and `key` are heads times their dimension."""
-
-    layers: int
-    hidden: int
-    feed_forward: int
-    heads: int
-    kv_heads: int
-    head: int
-    vocabulary: int
-    tied: bool
-
-    @property
-    def query(self) -> int:
-        """Columns of all query heads."""
-        return self.heads * self.head
-
-    @property
-    def key(self) -> int:
-        """Columns of all key heads."""
-        return self.kv_heads * self.head
-
-    @property
-    def layer(self) -> int:
-        """Elements of a layer's matrices."""
-        attention = 2 * self.hidden * (self.query + self.key)
-        return attention + 3 * self.hidden * self.feed_forward
 
 
 @dataclass(frozen=True)
@@ -126,6 +94,17 @@ class Laid:
         return math.prod(self.mesh[axis] for axis in SHARD_AXES)
 
     @property
+    def layer(self) -> float:
+        """Elements of a layer's matrices and experts, of all devices."""
+        return self.sizes.layer + self.sizes.experts
+
+    @property
+    def layer_used(self) -> float:
+        """Elements of a layer's matrices as the devices that share its products have them together: whole, but of
+        experts their part along `expert`."""
+        return self.sizes.layer + self.sizes.experts / self.mesh["expert"]
+
+    @property
     def kept(self) -> int:
         """Bytes of a device that error feedback and workers that train apart keep."""
         if self.exchange is None:
@@ -172,7 +151,7 @@ def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
     """A run on a target, as far as formulas need it.
 
     Raises:
-      ConfigError: a mesh or parameters that do not fit the target, or a model that is no Llama.
+      ConfigError: a mesh or parameters that do not fit the target, or a model of no family.
     """
     mesh = check_mesh(config, target)
     model = build(
@@ -187,7 +166,7 @@ def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
     check_batch(config, over)
     abstract = nnx.eval_shape(lambda: model.init(nnx.Rngs(0)))
     params = nnx.state(abstract, nnx.Param)
-    sizes = _sizes(model)
+    sizes = sizes_of(model, abstract)
     stacking = _stacking(config, model, abstract, over)
     layout: Any = Layout(over, model.param_axes, stacked=stacking.path if stacking else None)
     layout.check(params)
@@ -231,25 +210,6 @@ def _costs(config: Config, model: ModelSpec, stages: Stages) -> Costs | None:
         row = jax.eval_shape(lambda: empty_rows((1, config.train.sequence_length)))
         _known_costs[key] = costs_of(stages, model.init, row)
     return _known_costs[key]
-
-
-def has_formulas(model: ModelSpec) -> bool:
-    """Whether formulas are for such a model: a Llama or one that differs in nothing that they count."""
-    family = model.family
-    dense = isinstance(family, LlamaConfig) and not isinstance(family, SparseConfig)
-    return dense and not family.attention_bias and not family.mlp_bias
-
-
-def _sizes(model: ModelSpec) -> Sizes:
-    llama = model.family
-    if not has_formulas(model):
-        raise ConfigError(
-            "model.kind: there are formulas for the Llama family only (no biases); other models are compiled"
-        )
-    return Sizes(
-        llama.num_hidden_layers, llama.hidden_size, llama.intermediate_size, llama.num_attention_heads,
-        llama.kv_heads, llama.head_size, llama.padded_vocab, llama.tie_word_embeddings,
-    )  # fmt: skip
 
 
 def _state_bytes(config: Config, layout: Any, params: Any) -> tuple[int, int]:

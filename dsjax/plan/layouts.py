@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +21,13 @@ _MOST_STAGES = 16
 _A_STAGE = (4, 8)
 
 
-def layouts(config: Config, target: aot.Target) -> Iterator[dict[str, Any]]:
-    """Every mesh of data, fsdp, context and tensor on the target, microbatches and remat that divide the batch.
+def layouts(config: Config, target: aot.Target, experts: int) -> Iterator[dict[str, Any]]:
+    """Every mesh of data, fsdp, context, expert and tensor on the target, microbatches and remat that divide the batch.
 
     Matrices are cut along one dimension or along both (`mesh.tensor: [columns, rows]`).
+
+    Args:
+      experts: of a layer, 0 where there are none.
     """
     devices, train = target.size, config.train
     flat = {"mesh.pipeline": 1} if config.mesh.pipeline != 1 else {}
@@ -36,10 +40,12 @@ def layouts(config: Config, target: aot.Target) -> Iterator[dict[str, Any]]:
         if train.global_batch_size % rest:
             continue
         micros = divisors(train.global_batch_size // rest)
-        for fsdp, sizes, micro, remat in itertools.product(divisors(rest), _sizes(tensor), micros, REMATS):
+        shards = [(fsdp, expert) for expert in _shares(experts, rest) for fsdp in divisors(rest // expert)]
+        for (fsdp, expert), sizes, micro, remat in itertools.product(shards, _sizes(tensor), micros, REMATS):
             yield flat | {
-                "mesh.data": rest // fsdp,
+                "mesh.data": rest // (fsdp * expert),
                 "mesh.fsdp": fsdp,
+                **_of_experts(experts, expert),
                 "mesh.context": context,
                 "mesh.tensor": sizes,
                 "train.gradient_accumulation_steps": micro,
@@ -47,18 +53,28 @@ def layouts(config: Config, target: aot.Target) -> Iterator[dict[str, Any]]:
             }
 
 
+def _shares(experts: int, devices: int) -> list[int]:
+    """Numbers of devices that can share the experts of a layer."""
+    return divisors(math.gcd(experts, devices)) if experts else [1]
+
+
+def _of_experts(experts: int, expert: int) -> dict[str, Any]:
+    """The setting of the axis, for models that have it."""
+    return {"mesh.expert": expert} if experts else {}
+
+
 def _sizes(tensor: int) -> list[int | list[int]]:
     """Matrices cut into so many parts along one dimension, or along both: columns and rows."""
     return [tensor, *([tensor // rows, rows] for rows in divisors(tensor) if 1 < rows < tensor)]
 
 
-def pipelines(config: Config, target: aot.Target, layers: int) -> Iterator[dict[str, Any]]:
+def pipelines(config: Config, target: aot.Target, layers: int, experts: int) -> Iterator[dict[str, Any]]:
     """Meshes with `pipeline`, a few of each: parameters replicated or sharded over all that is left.
 
     Microbatches pass the pipeline in one go.
 
     Args:
-      layers: of the model.
+      layers, experts: of the model, and of a layer.
     """
     devices, train = target.size, config.train
     stages = [p for p in divisors(devices) if 1 < p <= min(_MOST_STAGES, layers)]
@@ -67,15 +83,21 @@ def pipelines(config: Config, target: aot.Target, layers: int) -> Iterator[dict[
         if devices % (p * tensor) or train.global_batch_size % rest:
             continue
         counts = _microbatches(train.global_batch_size // rest, p)
-        shards = dict.fromkeys((rest, min(rest, max(1, target.domain // tensor)), 1))
-        for fsdp, micro, (schedule, virtual) in itertools.product(shards, counts, _SCHEDULES):
-            if rest % fsdp or layers < p * virtual or (virtual > 1 and micro < p):
+        near = min(rest, max(1, target.domain // tensor))
+        shards = [
+            (fsdp, expert)
+            for expert in _shares(experts, near)
+            for fsdp in dict.fromkeys((rest // expert, near // expert, 1))
+        ]
+        for (fsdp, expert), micro, (schedule, virtual) in itertools.product(shards, counts, _SCHEDULES):
+            if rest % (fsdp * expert) or layers < p * virtual or (virtual > 1 and micro < p):
                 continue
             for remat in ("none",) if schedule == "zero_bubble" else ("none", "full"):
                 yield {
                     "mesh.pipeline": p,
-                    "mesh.data": rest // fsdp,
+                    "mesh.data": rest // (fsdp * expert),
                     "mesh.fsdp": fsdp,
+                    **_of_experts(experts, expert),
                     "mesh.context": 1,
                     "mesh.tensor": tensor,
                     "pipeline.schedule": schedule,
@@ -93,7 +115,7 @@ def _microbatches(rows: int, stages: int) -> list[int]:
     return list(dict.fromkeys((*near, fitting[-1])))
 
 
-def own(config: Config, target: aot.Target) -> dict[str, Any] | None:
+def own(config: Config, target: aot.Target, experts: int) -> dict[str, Any] | None:
     """The layout that the config has already; None where it does not fit the target."""
     try:
         mesh = check_mesh(config, target)
@@ -105,6 +127,7 @@ def own(config: Config, target: aot.Target) -> dict[str, Any] | None:
     settings |= {
         "mesh.data": mesh["data"],
         "mesh.fsdp": mesh["fsdp"],
+        **_of_experts(experts, mesh["expert"]),
         "mesh.context": mesh["context"],
         "mesh.tensor": tensor if rows == 1 else [tensor, rows],
     }

@@ -11,6 +11,7 @@ from dsjax import aot
 from dsjax.config import Config
 from dsjax.errors import OutOfDeviceMemory
 from dsjax.mesh import make_mesh
+from dsjax.mesh.turns import usual_turns
 from dsjax.plan import cost
 from dsjax.plan.compiled import (
     CompiledStep,
@@ -42,6 +43,9 @@ _MOST = 0.95  # of a GPU's memory that can be given to jax beside CUDA's and NCC
 NO_CHANGE = (
     "no change of microbatches, recomputation and mesh axes that was looked at makes it fit: use more or larger "
     "devices"
+)
+EVEN = (
+    "experts are counted as if routers spread rows evenly over them; uneven rows take longer, not more memory"
 )
 CAUSAL = (
     "model FLOPs count causal attention once: only the scores that the mask keeps; hardware FLOPs are of "
@@ -232,6 +236,8 @@ def _plan(
         notes.append(f"with XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST} in the environment it fits as it is")
     if any(loop.trips is None for loop in inspection.loops):
         notes.append("the turns of some loops are not known before the run: each counts as one")
+    if any(usual_turns(loop.op_name) is not None for loop in inspection.loops):
+        notes.append(EVEN)
     return Plan(
         target=target.name,
         devices=target.size,

@@ -10,6 +10,7 @@ from typing import Any
 from dsjax import aot
 from dsjax.config import Config
 from dsjax.errors import ConfigError, OutOfDeviceMemory
+from dsjax.models import build
 from dsjax.plan import analytic, estimate
 from dsjax.plan.compiled import compile_step, describe, vocabulary
 from dsjax.plan.layouts import layouts, own, pipelines
@@ -90,9 +91,9 @@ def search(
     """
     vocab_size = vocabulary(config)
     tokens = tokens or run_tokens(config)
-    possible = sorted(
-        _estimated(config, target, vocab_size, tokens), key=lambda c: c.plan.forecast.step_seconds
-    )
+    formulas = _Formulas(config, target, vocab_size)
+    mine = own(config, target, formulas.experts)
+    possible = sorted(_estimated(formulas, mine, tokens), key=lambda c: c.plan.forecast.step_seconds)
     if not possible:
         raise ConfigError(
             f"{target.name}: no layout divides train.global_batch_size {config.train.global_batch_size} and the "
@@ -104,7 +105,9 @@ def search(
             progress(f"compiling {candidate.words}")
             return _compiled(config, target, vocab_size, tokens, candidate)
 
-        ranked = _explored(possible, _as_it_is(config, target, possible), compiles, compiled)
+        ranked = _explored(
+            possible, next((c for c in possible if c.settings == mine), None), compiles, compiled
+        )
     else:
         ranked = _varied([c for c in possible if c.plan.fits], compiles)
     ranked.sort(key=lambda c: (not c.plan.fits, c.plan.forecast.step_seconds))
@@ -122,12 +125,6 @@ def _nothing_fits(target: aot.Target, possible: list[Candidate], tried: list[Can
         f"{target.name}: no layout fits: the smallest, {how}, takes {gib(least.plan.memory.total)} of "
         f"{gib(least.plan.memory.limit)} a device ({least.words}); use more or larger devices"
     )
-
-
-def _as_it_is(config: Config, target: aot.Target, possible: list[Candidate]) -> Candidate | None:
-    """The layout that the config has already, if it is one of those."""
-    settings = own(config, target)
-    return next((c for c in possible if c.settings == settings), None)
 
 
 def _explored(
@@ -181,17 +178,18 @@ def _kind(candidate: Candidate) -> tuple[Any, ...]:
     return *cut, candidate.settings["train.remat"], pipeline and pipeline.schedule
 
 
-def _estimated(
-    config: Config, target: aot.Target, vocab_size: int | None, tokens: float | None
-) -> Iterator[Candidate]:
-    """Every layout that divides, by formulas; with a pipeline only those that come near to fitting."""
-    formulas = _Formulas(config, target, vocab_size)
-    for settings in layouts(config, target):
+def _estimated(formulas: _Formulas, mine: dict[str, Any] | None, tokens: float | None) -> Iterator[Candidate]:
+    """Every layout that divides, by formulas; with a pipeline only those that come near to fitting.
+
+    Args:
+      mine: the layout that the config has already.
+    """
+    config, target = formulas.config, formulas.target
+    for settings in layouts(config, target, formulas.experts):
         laid = formulas.laid(settings)
         if laid is not None:
             yield Candidate(settings, estimate.plan_of(laid, tokens, "searching"))
-    staged = list(pipelines(config, target, formulas.layers))
-    mine = own(config, target)
+    staged = list(pipelines(config, target, formulas.layers, formulas.experts))
     if mine is not None and "mesh.pipeline" in mine and mine not in staged:
         staged.append(mine)
     for settings in staged:
@@ -208,17 +206,19 @@ class _Formulas:
     """A config with other settings, laid out; where parameters lie the same they are laid out once.
 
     Attributes:
-      layers: of the model, 0 until a layout divides.
+      layers: of the model, 0 until a layout divides; experts: of a layer.
     """
 
     def __init__(self, config: Config, target: aot.Target, vocab_size: int | None):
-        self._config, self._target, self._vocab_size = config, target, vocab_size
+        self.config, self.target, self._vocab_size = config, target, vocab_size
+        family = build(config.model, platform=target.chip.kind, vocab_size_hint=vocab_size).family
+        self.experts = family.experts if family else 0
         self._known: dict[tuple[Any, ...], analytic.Laid | None] = {}
         self.layers = 0
 
     def laid(self, settings: dict[str, Any]) -> analytic.Laid | None:
         """The run with these settings; None where it does not divide."""
-        changed = with_settings(self._config, settings)
+        changed = with_settings(self.config, settings)
         places = ("mesh.", "pipeline.virtual_stages")
         key = tuple(str(value) for name, value in settings.items() if name.startswith(places))
         if key not in self._known:
@@ -231,12 +231,12 @@ class _Formulas:
 
     def _lay_out(self, config: Config) -> analytic.Laid | None:
         try:
-            laid = analytic.lay_out(config, self._target, self._vocab_size)
+            laid = analytic.lay_out(config, self.target, self._vocab_size)
         except ConfigError as error:
             if any(line.startswith("model.") for line in error.faults):
                 raise
             return None  # the model does not divide so
-        self.layers = laid.sizes.layers
+        self.layers = laid.sizes.stacked
         return laid
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ from dsjax.config.messages import nearest
 from dsjax.config.yaml_core import dump_values
 from dsjax.errors import ConfigError, InputError
 from dsjax.mesh.axes import divisors
+from dsjax.models import build
 from dsjax.plan import analytic
 from dsjax.plan.settings import with_settings
 
@@ -53,7 +55,7 @@ def starting_config(model: str, target: Target) -> Config:
     )
     least: tuple[int, Config, analytic.Laid] | None = None
     faults: list[str] = []
-    for settings in _layouts(target, batch):
+    for settings in _layouts(target, batch, _experts(config)):
         tried = with_settings(config, settings)
         try:
             laid = analytic.lay_out(tried, target, _vocabulary(tried))
@@ -69,7 +71,7 @@ def starting_config(model: str, target: Target) -> Config:
     if least is None:
         raise ConfigError(faults)
     _, chosen, laid = least
-    parameters = laid.sizes.layers * laid.sizes.layer
+    parameters = laid.sizes.layers * laid.layer
     rate = next(rate for least, rate in _RATES if parameters >= least)
     return with_settings(chosen, {"optimizer.learning_rate": rate})
 
@@ -138,24 +140,36 @@ def _vocabulary(config: Config) -> int | None:
     return None if config.model.config or config.model.fields.get("vocab_size") else 258
 
 
-def _layouts(target: Target, batch: int) -> Iterator[dict[str, Any]]:
+def _experts(config: Config) -> int:
+    """Experts of a layer, 0 where there are none."""
+    family = build(config.model, platform="gpu", vocab_size_hint=_vocabulary(config)).family
+    return family.experts if family else 0
+
+
+def _layouts(target: Target, batch: int, experts: int) -> Iterator[dict[str, Any]]:
     """Layouts to try: tensor inside a node, the fewest shards of the state first, the least recomputation first.
 
-    For what is too large for all of them, the sequence is cut too, and microbatches are as small as can be.
+    Experts are shared out inside a node as far as they can, and over more only for what is too large otherwise; there,
+    the sequence is cut too, and microbatches are as small as can be.
     """
     node = target.devices_per_host
     for tensor in sorted((t for t in divisors(node) if t <= _TENSOR), reverse=True):
-        shards = target.size // tensor
+        shards, near = target.size // tensor, node // tensor
+        expert = math.gcd(experts, near) if experts else 1
         micro = max(m for m in divisors(_MICROBATCHES) if batch % (m * shards) == 0)
-        for fsdp in (f for f in divisors(shards) if f >= node // tensor):
+        for fsdp in (f for f in divisors(shards // expert) if f * expert >= near):
             for remat in _REMATS:
-                yield _settings(shards // fsdp, fsdp, 1, tensor, micro, remat)
+                yield _settings(shards // (fsdp * expert), fsdp, expert, 1, tensor, micro, remat)
     for context in (1, 2, 4, 8):
         if target.size % (node * context) == 0:
             shards = target.size // (node * context)
-            yield _settings(1, shards, context, node, batch // shards, "full")
+            for expert in divisors(math.gcd(experts, shards)) if experts else [1]:
+                yield _settings(1, shards // expert, expert, context, node, batch // shards, "full")
 
 
-def _settings(data: int, fsdp: int, context: int, tensor: int, micro: int, remat: str) -> dict[str, Any]:
+def _settings(
+    data: int, fsdp: int, expert: int, context: int, tensor: int, micro: int, remat: str
+) -> dict[str, Any]:
     mesh = {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.context": context, "mesh.tensor": tensor}
-    return {**mesh, "train.gradient_accumulation_steps": micro, "train.remat": remat}
+    of_experts = {"mesh.expert": expert} if expert > 1 else {}
+    return {**mesh, **of_experts, "train.gradient_accumulation_steps": micro, "train.remat": remat}

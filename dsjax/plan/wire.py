@@ -15,6 +15,11 @@ from dsjax.plan.laid import Laid
 from dsjax.plan.result import Traffic
 
 
+def waited_for(traffic: Traffic) -> bool:
+    """Whether it stands between products that need it; everything else runs beside the layers."""
+    return traffic.kind == "all-to-all" or bool({"tensor", "tensor_rows"} & set(traffic.axes))
+
+
 def sent(laid: Laid, kind: str, axes: tuple[str, ...], times: int, size: float, dtype: str = "") -> Traffic:
     """Collectives of a step.
 

@@ -9,6 +9,9 @@ import pytest
 
 from dsjax import aot
 from dsjax.aot.work import Work
+from dsjax.mesh.turns import usually
+from dsjax.models.moe.dispatch import mixture, plan
+from dsjax.models.moe.experts import Weights
 
 MODULE = """HloModule jit_f, is_scheduled=true
 
@@ -115,3 +118,33 @@ def test_work_adds_and_multiplies():
     total = (Work({"bf16": 2}, 3) + Work({"bf16": 1, "f32": 5}, 1)) * 2
     assert total == Work({"bf16": 6, "f32": 10}, 8)
     assert total.total_flops == 16
+
+
+def test_a_loop_that_only_data_end_counts_as_often_as_it_says():
+    def step(x, turns):
+        with usually(7):
+            return jax.lax.fori_loop(0, turns, lambda i, x: x @ x, x)
+
+    compiled = jax.jit(step).lower(jnp.ones((16, 16)), jnp.int32(3)).compile()
+    inspection = aot.inspect(compiled)
+    assert [loop.trips for loop in inspection.loops] == [7] and inspection.flops == 7 * 2 * 16**3
+
+
+def test_experts_count_as_if_each_had_as_many_rows():
+    """Three products of each row's, and eight in the backward pass, which computes gate and up again."""
+    tokens, choices, experts, d, m = 4096, 2, 8, 16, 32
+    weights = Weights(jnp.ones((experts, d, m)), jnp.ones((experts, d, m)), jnp.ones((experts, m, d)))
+    how = plan(tokens, choices, experts, 1, 1.25, jax.nn.silu)
+
+    def loss(x, gates, chosen, weights):
+        return jnp.sum(mixture(x, gates, chosen, weights, how))
+
+    args = (
+        jnp.ones((tokens, d)),
+        jnp.ones((tokens, choices)),
+        jnp.zeros((tokens, choices), jnp.int32),
+        weights,
+    )
+    one = 2 * tokens * choices * d * m
+    for function, products in ((loss, 3), (jax.value_and_grad(loss, (0, 3)), 11)):
+        assert aot.inspect(jax.jit(function).lower(*args).compile()).flops == products * one

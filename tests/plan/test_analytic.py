@@ -10,6 +10,7 @@ from dsjax.config import from_dict
 from dsjax.errors import ConfigError
 from dsjax.plan import analytic, estimate
 from dsjax.plan.compiled import describe
+from dsjax.plan.template import starting_config
 from dsjax.plan.wire import exchanged
 
 # Compiled with jax 0.10.2 by `python tests/plan/plan_runs.py`. The formulas were made with the "fitted" ones in view;
@@ -120,10 +121,45 @@ def test_sums_over_tensor_cost_more_between_nodes_than_inside():
     assert 0 < forecasts[0].exposed_seconds < forecasts[1].exposed_seconds
 
 
-def test_there_are_formulas_for_llamas_only():
+def test_there_are_formulas_for_families_only():
     config = from_dict({"model": {"kind": "plan_runs:other"}, "train": {"global_batch_size": 8}})
-    with pytest.raises(ConfigError, match="Llama family only"):
+    with pytest.raises(ConfigError, match="formulas for families of models only"):
         laid(config, "8xH100")
+
+
+# Of published configs, the matrices of a layer that all tokens pass, those of its experts, and what lies in between.
+SIZES = {
+    "gpt2": ({"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}, 12 * 768**2, 0, 2048),
+    "qwen2": (
+        {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+         "intermediate_size": 4864},
+        2 * 896 * (896 + 128) + 3 * 896 * 4864, 0, 4864,
+    ),
+    "mixtral": (
+        {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "intermediate_size": 14336},
+        2 * 4096 * (4096 + 1024) + 8 * 4096, 8 * 3 * 4096 * 14336, 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_sizes_are_counted_from_the_model(kind):
+    fields, layer, experts, between = SIZES[kind]
+    model = {"kind": kind, "vocab_size": 32000, **fields}
+    if kind != "gpt2":
+        model["max_position_embeddings"] = 4096
+    sizes = laid(from_dict({"model": model, "train": {"global_batch_size": 8}}), "8xH100").sizes
+    assert (sizes.layer, sizes.experts, sizes.feed_forward) == (layer, experts, pytest.approx(between))
+
+
+def test_layers_of_several_shapes_count_as_their_mean():
+    """DeepSeek-V3: 671 billion parameters, and 11.5 more of the layer that looks ahead (DeepSeek-AI 2024)."""
+    config = starting_config("deepseek-v3-671b", aot.parse_target("32x8xH100"))
+    sizes = laid(config, "32x8xH100").sizes
+    total = sizes.layers * (sizes.layer + sizes.experts) + 2 * sizes.hidden * sizes.vocabulary
+    assert (sizes.layers, sizes.stacked) == (62, 58)
+    assert total / 1e9 == pytest.approx(671 + 11.5, rel=0.003)
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from dsjax import aot
 from dsjax.config import dump, from_dict, load
 from dsjax.errors import ConfigError, OutOfDeviceMemory
 from dsjax.plan import analytic, estimate, plan
+from dsjax.plan.layouts import layouts, pipelines
 from dsjax.plan.result import Forecast, MemoryUse
-from dsjax.plan.search import Candidate, _explored, layouts, search
+from dsjax.plan.search import Candidate, _explored, search
 from dsjax.plan.settings import with_settings
 
 # Large enough that time is arithmetic, memory and links, small enough to compile many layouts of it.
@@ -32,13 +33,44 @@ def by_formulas(monkeypatch):
 def test_every_layout_is_possible_once():
     target = aot.parse_target("2x4xH100")
     config = small(global_batch_size=16, sequence_length=128)
-    found = [tuple(settings.values()) for settings in layouts(config, target)]
+    found = [tuple(settings.values()) for settings in layouts(config, target, 0)]
     assert len(found) == len(set(map(str, found)))
     for data, fsdp, context, tensor, micro, _ in found:
         parts = math.prod(tensor) if isinstance(tensor, list) else tensor
         assert data * fsdp * context * parts == 8 and parts <= 4 and 16 % (data * fsdp * micro) == 0
     assert (1, 8, 1, 1, 2, "full") in found and (2, 1, 1, 4, 8, "none") in found
     assert (1, 2, 1, [2, 2], 1, "dots") in found
+
+
+def test_experts_are_shared_out_in_every_way_that_divides():
+    target = aot.parse_target("2x4xH100")
+    config = small(global_batch_size=16, sequence_length=128)
+    found = [tuple(settings.values()) for settings in layouts(config, target, 12)]
+    assert len(found) == len(set(map(str, found)))
+    for data, fsdp, expert, context, tensor, micro, _ in found:
+        parts = math.prod(tensor) if isinstance(tensor, list) else tensor
+        assert data * fsdp * expert * context * parts == 8 and 12 % expert == 0
+        assert 16 % (data * fsdp * expert * micro) == 0
+    assert {settings[2] for settings in found} == {1, 2, 4}
+    staged = list(pipelines(config, target, 4, 12))
+    assert {settings["mesh.expert"] for settings in staged} == {1, 2, 4}
+    axes = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+    assert all(math.prod(settings[f"mesh.{axis}"] for axis in axes) == 8 for settings in staged)
+
+
+def test_the_best_layout_of_a_mixture_is_found_and_written(by_formulas, tmp_path):
+    mixture = {**WIDE, "kind": "mixtral", "num_local_experts": 8}
+    train = {"steps": 10, "global_batch_size": 16, "sequence_length": 512}
+    config, target = from_dict({"model": mixture, "train": train}), aot.parse_target("2x4xH100")
+    found = search(config, target)
+    possible = [
+        analytic.lay_out(with_settings(config, settings), target, None)
+        for settings in layouts(config, target, 8)
+    ]
+    fastest = min(estimate.forecast(laid).step_seconds for laid in possible if analytic.memory(laid).fits)
+    assert found.best.forecast.step_seconds <= fastest
+    assert found.config.mesh.expert == found.best.mesh.get("expert", 1)
+    assert "mesh.expert=" in found.ranked[0].words
 
 
 def test_the_winner_is_the_best_of_all_by_brute_force(by_formulas):
@@ -69,7 +101,7 @@ def all_compiled(gpu_compiler):
     train = {"steps": 10, "global_batch_size": 4, "sequence_length": 1024}
     config, target = from_dict({"model": WIDE, "train": train}), aot.parse_target("4xH100")
     found = []
-    for settings in layouts(config, target):
+    for settings in layouts(config, target, 0):
         if settings["train.remat"] != "dots":
             try:
                 one = plan(with_settings(config, settings), target, suggest=False)

@@ -42,6 +42,12 @@ def test_a_larger_model_gets_more_shards_and_recomputation():
     assert large.train.remat == "full" and large.optimizer.learning_rate < small.optimizer.learning_rate
 
 
+def test_experts_are_shared_out_inside_a_node_first():
+    config = starting_config("deepseek-v3-16b", aot.parse_target("2x8xH100"))
+    assert config.mesh.expert > 1 and 8 % (config.mesh.expert * config.mesh.tensor) == 0
+    assert analytic.memory(analytic.lay_out(config, aot.parse_target("2x8xH100"), None)).fits
+
+
 def test_a_hugging_face_config_is_a_model_too(tmp_path):
     sizes = {
         "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -80,6 +80,11 @@ class FamilyConfig(Section):
         """Number of layers."""
         raise AttributeError("a family says how many layers it has")
 
+    @property
+    def experts(self) -> int:
+        """Experts of a layer; 0 where there are none."""
+        return 0
+
     def faults(self) -> list[str]:
         """What makes no model, a line each."""
         return []

@@ -37,11 +37,6 @@ class SparseConfig(TransformerConfig):
     expert_headroom: PositiveFloat = 1.25
 
     @property
-    def experts(self) -> int:
-        """Experts of a layer."""
-        raise AttributeError("a family says how many experts it has")
-
-    @property
     def expert_columns(self) -> int:
         """Hidden columns of an expert."""
         return self.intermediate_size

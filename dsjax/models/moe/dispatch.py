@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsjax.mesh.turns import usually
 from dsjax.models.moe.experts import Activation, Sorted, Weights, backward, forward, sorted_rows
 
 AXIS = "expert"
@@ -35,6 +36,7 @@ class Plan:
       peers: devices along `expert`.
       room: rows from a device to each in a round.
       rounds: how many there are; None: as many as the routing needs.
+      even: rows of each expert here where all have as many.
       act: the experts' activation.
     """
 
@@ -42,6 +44,7 @@ class Plan:
     peers: int
     room: int
     rounds: int | None
+    even: int
     act: Activation
 
 
@@ -61,9 +64,10 @@ def plan(
       most: rows that an expert takes of a device at most, if the router sees to that.
     """
     rows = tokens * choices
+    even = -(-rows * peers // experts)
     if most is not None:
-        return Plan(experts, peers, min(rows, most * experts // peers), 1, act)
-    return Plan(experts, peers, min(rows, math.ceil(headroom * rows / peers)), None, act)
+        return Plan(experts, peers, min(rows, most * experts // peers), 1, min(even, most * peers), act)
+    return Plan(experts, peers, min(rows, math.ceil(headroom * rows / peers)), None, even, act)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -88,7 +92,7 @@ def _mixture_fwd(x: Any, gates: Any, choices: Any, weights: Weights, plan: Plan)
 
     def one(number: Any, out: jax.Array) -> jax.Array:
         turn = routes.turn(number, x)
-        y = forward(turn.x, turn.rows.order, turn.rows.edges, weights, plan.act)
+        y = forward(turn.x, turn.rows.order, turn.rows.edges, plan.even, weights, plan.act)
         return out + routes.collected(routes.returned(turn, y), number, gates)
 
     out = routes.run(one, jnp.zeros(x.shape, jnp.float32))
@@ -103,7 +107,15 @@ def _mixture_bwd(plan: Plan, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
         dx, d_gates, sums = carry
         turn = routes.turn(number, x, d_out, gates)
         of_x, of_scale, sums = backward(
-            turn.x, turn.d_out, turn.rows.order, turn.scale, turn.rows.edges, weights, sums, plan.act
+            turn.x,
+            turn.d_out,
+            turn.rows.order,
+            turn.scale,
+            turn.rows.edges,
+            plan.even,
+            weights,
+            sums,
+            plan.act,
         )
         of_x = routes.returned(turn, of_x)
         of_scale = routes.returned(turn, _after(of_x, of_scale, plan))
@@ -187,7 +199,8 @@ class _Peers:
         """The rounds, as many as there are on all devices."""
         if self._plan.rounds == 1:
             return one(0, carry)
-        return lax.fori_loop(0, self._rounds, one, carry)
+        with usually(1):  # where rows are spread evenly
+            return lax.fori_loop(0, self._rounds, one, carry)
 
     def turn(self, number: Any, x: Any, d_out: Any = None, gates: Any = None) -> _Turn:
         """What the peers send in a round."""

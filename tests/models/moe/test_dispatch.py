@@ -99,7 +99,8 @@ def test_rows_of_no_expert_are_sorted_last():
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "block"), [(1, 8, 1), (100, 8, 100), (8192, 8, 256), (1 << 20, 8, 512)]
+    ("rows", "experts", "block"),
+    [(1, 8, 1), (100, 8, 100), (8192, 8, 1024), (8192, 32, 512), (1 << 20, 8, 2048)],
 )
 def test_blocks_are_small_beside_what_an_expert_gets(rows, experts, block):
     assert block_rows(rows, experts) == block
@@ -110,5 +111,5 @@ def test_products_are_added_up_in_fp32():
     ones = Weights(jnp.ones((1, D, 300)), jnp.ones((1, D, 300)), jnp.full((1, 300, D), 2.0**-8))
     ones = jax.tree.map(lambda w: w.astype(jnp.bfloat16), ones)
     edges = jnp.asarray([0, 1], jnp.int32)
-    got = forward(x, jnp.zeros((1,), jnp.int32), edges, ones, lambda g: jnp.ones_like(g))[0, 0]
+    got = forward(x, jnp.zeros((1,), jnp.int32), edges, 1, ones, lambda g: jnp.ones_like(g))[0, 0]
     assert got == 300 * D * 2.0**-8  # in bf16 the sum would stop growing at 256
