@@ -37,6 +37,7 @@ from dsjax.mesh import Layout, make_mesh, use_layout
 from dsjax.models.layers import GatedMLP, normal
 from dsjax.models.moe import Mixture, MixtureConfig, Routing, mixture_axes
 from dsjax.models.moe.dispatch import plan
+from dsjax.models.moe.experts import Network
 
 PEERS = 4
 MLP_AXES = {f"{x}_proj/kernel": ("embed", "mlp") for x in ("gate", "up")} | {
@@ -146,7 +147,7 @@ def routed(size: Size, contender: Contender) -> tuple[int, int]:
     peer = choices.reshape(PEERS, -1) // (size.experts // PEERS)
     counts = np.stack([np.bincount(row, minlength=PEERS) for row in peer])
     each = size.tokens // PEERS
-    room = plan(each, size.choices, size.experts, PEERS, 1.25, jax.nn.silu).room
+    room = plan(each, size.choices, size.experts, PEERS, 1.25, Network(jax.nn.silu)).room
     return int(-(-counts.max() // room)), int(counts.sum() - np.trace(counts))
 
 

@@ -223,6 +223,8 @@ class Policy:
     def _multiplies_in_fp8(self, layer: Layer) -> None:
         assert self.fp8 is not None
         scaling = self.fp8.scaling
+        if scaling == "delayed" and getattr(layer.module, "momentary", False):
+            scaling = "tensor"
         if scaling == "delayed":
             made = DelayedDot(layer.stack, self.fp8.history, not self.exactly)
             layer.module.dot_general = nnx.data(made)

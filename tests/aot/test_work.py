@@ -11,7 +11,7 @@ from dsjax import aot
 from dsjax.aot.work import Work
 from dsjax.mesh.turns import usually
 from dsjax.models.moe.dispatch import mixture, plan
-from dsjax.models.moe.experts import Weights
+from dsjax.models.moe.experts import Network, Weights
 
 MODULE = """HloModule jit_f, is_scheduled=true
 
@@ -134,7 +134,7 @@ def test_experts_count_as_if_each_had_as_many_rows():
     """Three products of each row's, and eight in the backward pass, which computes gate and up again."""
     tokens, choices, experts, d, m = 4096, 2, 8, 16, 32
     weights = Weights(jnp.ones((experts, d, m)), jnp.ones((experts, d, m)), jnp.ones((experts, m, d)))
-    how = plan(tokens, choices, experts, 1, 1.25, jax.nn.silu)
+    how = plan(tokens, choices, experts, 1, 1.25, Network(jax.nn.silu))
 
     def loss(x, gates, chosen, weights):
         return jnp.sum(mixture(x, gates, chosen, weights, how))

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from dsjax.mesh import constrain, current_layout
 from dsjax.models.layers import GatedMLP, Init, Matrix, cut_axes
 from dsjax.models.moe.dispatch import AXIS, mixture, plan
-from dsjax.models.moe.experts import Weights
+from dsjax.models.moe.experts import Network, Weights
 from dsjax.models.moe.router import LOAD, Router, Routing, balance_loss, entropy, load_of, z_loss
 from dsjax.models.spec import Tally
 from dsjax.models.variables import LayerNumber
@@ -67,14 +67,31 @@ def mixture_extras(config: MixtureConfig) -> dict[str, Any]:
 
 
 class Experts(nnx.Module):
-    """Gated feed-forward networks, [e, inputs, outputs] each of their matrices; rows go to them by `dispatch`."""
+    """Gated feed-forward networks, [e, inputs, outputs] each of their matrices; rows go to them by `dispatch`.
+
+    `dot_general`, if given, multiplies a block of rows by an expert's matrix in place of `jax.lax.dot_general`; one that
+    keeps something from one product to the next it is not given (`momentary`).
+    """
+
+    momentary = True
 
     def __init__(self, config: MixtureConfig, *, init: Callable[[int, int], Init], rngs: nnx.Rngs):
         self.config = config
+        self.dot_general: Any = None
         e, d, m = config.routing.experts, config.features, config.hidden
         self.gate_proj = Matrix((e, d), (m,), init=init(d, m), rngs=rngs)
         self.up_proj = Matrix((e, d), (m,), init=init(d, m), rngs=rngs)
         self.down_proj = Matrix((e, m), (d,), init=init(m, d), rngs=rngs)
+
+    @property
+    def dtype(self) -> Any:
+        """The type in which all three multiply."""
+        return self.gate_proj.dtype
+
+    @dtype.setter
+    def dtype(self, dtype: Any) -> None:
+        for matrix in (self.gate_proj, self.up_proj, self.down_proj):
+            matrix.dtype = dtype
 
     def __call__(self, x_bsd: jax.Array, gates_bsk: jax.Array, choices_bsk: jax.Array) -> jax.Array:
         """Sum over a token's choices of gate * expert(x), [b, s, d] in x's type.
@@ -82,17 +99,18 @@ class Experts(nnx.Module):
         On a mesh the result is cut as what lies between layers (`residual`, `embed`).
         """
         kernels = [m.kernel[...] for m in (self.gate_proj, self.up_proj, self.down_proj)]
-        dtype = self.gate_proj.dtype or kernels[0].dtype
+        dtype = self.dtype or kernels[0].dtype
         weights = Weights(*(kernel.astype(dtype) for kernel in kernels))
         config, routing, layout = self.config, self.config.routing, current_layout()
         cuts = _Cuts(x_bsd.shape)
         peers = layout.axis_size(AXIS) if layout is not None else 1
+        net = Network(jax.nn.silu, self.dot_general)
 
         def local(x: jax.Array, gates: jax.Array, choices: jax.Array, weights: Weights) -> jax.Array:
             rows, length, d = x.shape
             most = routing.most(x_bsd.shape[1])
             how = plan(
-                rows * length, routing.choices, routing.experts, peers, config.headroom, jax.nn.silu,
+                rows * length, routing.choices, routing.experts, peers, config.headroom, net,
                 None if most is None else most * rows,
             )  # fmt: skip
             flat = (a.reshape(rows * length, -1) for a in (x.astype(dtype), gates, choices))

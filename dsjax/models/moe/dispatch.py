@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsjax.mesh.turns import usually
-from dsjax.models.moe.experts import Activation, Sorted, Weights, backward, forward, sorted_rows
+from dsjax.models.moe.experts import Network, Sorted, Weights, backward, forward, sorted_rows
 
 AXIS = "expert"
 
@@ -37,7 +37,7 @@ class Plan:
       room: rows from a device to each in a round.
       rounds: how many there are; None: as many as the routing needs.
       even: rows of each expert here where all have as many.
-      act: the experts' activation.
+      net: how experts compute.
     """
 
     experts: int
@@ -45,7 +45,7 @@ class Plan:
     room: int
     rounds: int | None
     even: int
-    act: Activation
+    net: Network
 
 
 def plan(
@@ -54,7 +54,7 @@ def plan(
     experts: int,
     peers: int,
     headroom: float,
-    act: Activation,
+    net: Network,
     most: int | None = None,
 ) -> Plan:
     """The plan for so many tokens a device.
@@ -66,8 +66,8 @@ def plan(
     rows = tokens * choices
     even = -(-rows * peers // experts)
     if most is not None:
-        return Plan(experts, peers, min(rows, most * experts // peers), 1, min(even, most * peers), act)
-    return Plan(experts, peers, min(rows, math.ceil(headroom * rows / peers)), None, even, act)
+        return Plan(experts, peers, min(rows, most * experts // peers), 1, min(even, most * peers), net)
+    return Plan(experts, peers, min(rows, math.ceil(headroom * rows / peers)), None, even, net)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -92,7 +92,7 @@ def _mixture_fwd(x: Any, gates: Any, choices: Any, weights: Weights, plan: Plan)
 
     def one(number: Any, out: jax.Array) -> jax.Array:
         turn = routes.turn(number, x)
-        y = forward(turn.x, turn.rows.order, turn.rows.edges, plan.even, weights, plan.act)
+        y = forward(turn.x, turn.rows.order, turn.rows.edges, plan.even, weights, plan.net)
         return out + routes.collected(routes.returned(turn, y), number, gates)
 
     out = routes.run(one, jnp.zeros(x.shape, jnp.float32))
@@ -115,7 +115,7 @@ def _mixture_bwd(plan: Plan, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
             plan.even,
             weights,
             sums,
-            plan.act,
+            plan.net,
         )
         of_x = routes.returned(turn, of_x)
         of_scale = routes.returned(turn, _after(of_x, of_scale, plan))

@@ -120,8 +120,34 @@ def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Arr
     return lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
 
 
+@dataclass(frozen=True)
+class Network:
+    """How an expert computes.
+
+    Attributes:
+      act: its activation.
+      dot: multiplies in place of `jax.lax.dot_general`, with a gradient of its own; None: nothing does.
+    """
+
+    act: Activation
+    dot: Any = None
+
+    def times(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """x [r, i] times w [i, o], fp32."""
+        if self.dot is None:
+            return _product(x, w, (1, 0))
+        return self.dot(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def pulled(self, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Gradients of x and w for the gradient of `times`, fp32; x's, w's and dy's type are one."""
+        if self.dot is None:
+            return _product(dy, w, (1, 1)), _product(x, dy, (0, 0))
+        _, pull = jax.vjp(self.times, x.astype(jnp.float32), w.astype(jnp.float32))
+        return pull(dy.astype(jnp.float32))
+
+
 def forward(
-    x_nd: jax.Array, row_r: jax.Array, edges: jax.Array, even: int, weights: Weights, act: Activation
+    x_nd: jax.Array, row_r: jax.Array, edges: jax.Array, even: int, weights: Weights, net: Network
 ) -> jax.Array:
     """down(act(gate(x)) * up(x)) of each sorted row by its expert, in x's type.
 
@@ -142,8 +168,8 @@ def forward(
 
         def block(y: jax.Array, first: Any, own: Any) -> jax.Array:
             x = x_nd[lax.dynamic_slice_in_dim(rows, first, blocks.rows)]
-            hidden = act(_product(x, gate, (1, 0))) * _product(x, up, (1, 0))
-            out = _product(hidden.astype(x.dtype), down, (1, 0)).astype(y.dtype)
+            hidden = net.act(net.times(x, gate)) * net.times(x, up)
+            out = net.times(hidden.astype(x.dtype), down).astype(y.dtype)
             # Rows past the expert's own are the next one's, whose block comes later.
             return lax.dynamic_update_slice_in_dim(y, out, first, 0)
 
@@ -161,7 +187,7 @@ def backward(
     even: int,
     weights: Weights,
     sums: Weights,
-    act: Activation,
+    net: Network,
 ) -> tuple[jax.Array, jax.Array, Weights]:
     """The gradient of the sum of scale * forward(x), for the gradient of that.
 
@@ -185,21 +211,16 @@ def backward(
             index = lax.dynamic_slice_in_dim(rows, first, blocks.rows)
             scale = jnp.where(own, lax.dynamic_slice_in_dim(scales, first, blocks.rows), 0)[:, None]
             x, d_out = x_nd[index], d_out_nd[index]
-            hidden, pull = jax.vjp(
-                lambda gate, up: act(gate) * up, _product(x, gate, (1, 0)), _product(x, up, (1, 0))
-            )
+            hidden, pull = jax.vjp(lambda gate, up: net.act(gate) * up, net.times(x, gate), net.times(x, up))
             # <d_out, down(hidden)> without that product: it is <d_out down^T, hidden>.
-            d_hidden = _product(d_out, down, (1, 1))
-            d_gate, d_up = (g.astype(dtype) for g in pull(d_hidden * scale))
-            of_x = _product(d_gate, gate, (1, 1)) + _product(d_up, up, (1, 1))
-            more = Weights(
-                _product(x, d_gate, (0, 0)),
-                _product(x, d_up, (0, 0)),
-                _product((hidden * scale).astype(dtype), d_out, (0, 0)),
+            d_hidden, of_down = net.pulled((hidden * scale).astype(dtype), down, d_out)
+            (of_x, of_gate), (more, of_up) = (
+                net.pulled(x, w, g.astype(dtype))
+                for w, g in zip((gate, up), pull(d_hidden * scale), strict=True)
             )
-            dx = lax.dynamic_update_slice_in_dim(dx, of_x.astype(dtype), first, 0)
+            dx = lax.dynamic_update_slice_in_dim(dx, (of_x + more).astype(dtype), first, 0)
             d_scale = lax.dynamic_update_slice_in_dim(d_scale, jnp.sum(d_hidden * hidden, -1), first, 0)
-            return dx, d_scale, jax.tree.map(jnp.add, sums, more)
+            return dx, d_scale, jax.tree.map(jnp.add, sums, Weights(of_gate, of_up, of_down))
 
         dx, d_scale, sums = carry
         # Only this expert's go round the loop over its blocks.

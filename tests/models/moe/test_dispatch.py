@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from dsjax.mesh import make_mesh
 from dsjax.models.moe.dispatch import mixture, plan
-from dsjax.models.moe.experts import Weights, block_rows, forward, sorted_rows
+from dsjax.models.moe.experts import Network, Weights, block_rows, forward, sorted_rows
 
 D, M, E, K = 16, 24, 8, 2
 
@@ -55,7 +55,7 @@ def close(got, want):
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_one_device(how, tokens):
     x, gates, choices = routed(tokens, how)
-    weights, here = weights_of(jax.random.key(9)), plan(tokens, K, E, 1, 1.25, jax.nn.silu)
+    weights, here = weights_of(jax.random.key(9)), plan(tokens, K, E, 1, 1.25, Network(jax.nn.silu))
 
     def ours(*args):
         return mixture(*args, here)
@@ -71,7 +71,7 @@ def test_one_device(how, tokens):
 def test_over_peers(peers, headroom, how):
     mesh = make_mesh({"expert": peers, "fsdp": 1}, jax.devices()[:peers])
     x, gates, choices = routed(40 * peers, how)
-    weights, there = weights_of(jax.random.key(9)), plan(40, K, E, peers, headroom, jax.nn.silu)
+    weights, there = weights_of(jax.random.key(9)), plan(40, K, E, peers, headroom, Network(jax.nn.silu))
     ours = jax.shard_map(
         lambda *args: mixture(*args, there),
         mesh=mesh,
@@ -86,7 +86,7 @@ def test_over_peers(peers, headroom, how):
 
 def test_memory_does_not_depend_on_the_routing():
     """Room for a round is what the plan says, however many rows one peer gets."""
-    there = plan(4096, K, E, 4, 1.25, jax.nn.silu)
+    there = plan(4096, K, E, 4, 1.25, Network(jax.nn.silu))
     assert there.room == 2560
     assert there.rounds is None
 
@@ -111,5 +111,5 @@ def test_products_are_added_up_in_fp32():
     ones = Weights(jnp.ones((1, D, 300)), jnp.ones((1, D, 300)), jnp.full((1, 300, D), 2.0**-8))
     ones = jax.tree.map(lambda w: w.astype(jnp.bfloat16), ones)
     edges = jnp.asarray([0, 1], jnp.int32)
-    got = forward(x, jnp.zeros((1,), jnp.int32), edges, 1, ones, lambda g: jnp.ones_like(g))[0, 0]
+    got = forward(x, jnp.zeros((1,), jnp.int32), edges, 1, ones, Network(jnp.ones_like))[0, 0]
     assert got == 300 * D * 2.0**-8  # in bf16 the sum would stop growing at 256
