@@ -16,6 +16,7 @@ from flax import nnx
 
 from dsjax.mesh import constrain
 from dsjax.models.attention import attention
+from dsjax.models.decoding import Decodes
 from dsjax.models.layers import Init, Linear
 from dsjax.models.rotary import rotate
 from dsjax.models.spec import Where
@@ -49,18 +50,17 @@ class Latents:
     bias: bool = False
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Decodes):
     """Attention whose keys and values are linear in a latent vector.
 
-    Attributes:
-      absorbed: queries go into the latent space and results come out of it, instead of the latents out to every
-        head: one key and value of c + r and c dimensions a token, whatever the number of heads. More arithmetic for
-        a whole sequence and less memory; the way to decode.
+    With a cache, queries go into the latent space and results come out of it, instead of the latents out to every head
+    (the absorbed form): one key of c + r dimensions a token is kept, of which the first c are the value too, whatever
+    the number of heads. More arithmetic for a whole sequence, and much less to read for one more token.
     """
 
     def __init__(self, sizes: Latents, *, rngs: nnx.Rngs):
         d, n, c = sizes.hidden, sizes.heads, sizes.latent
-        self.sizes, self.absorbed = sizes, False
+        self.sizes = sizes
 
         def linear(
             inputs: tuple[int, ...], outputs: tuple[int, ...], size: tuple[int, int], bias: bool
@@ -79,32 +79,43 @@ class LatentAttention(nnx.Module):
         self.o_proj = linear((n, sizes.values), (d,), (n * sizes.values, d), sizes.bias)
 
     def __call__(self, x_bsd: jax.Array, where: Where) -> jax.Array:
-        sizes, absorbed = self.sizes, self.absorbed
+        sizes = self.sizes
         q = x_bsd
         if self.q_a_proj is not None and self.q_a_norm is not None:
             q = self.q_a_norm(self.q_a_proj(q))
         q = constrain(self.q_proj(q), "batch", "sequence", "heads", None)
         both = self.kv_a_proj(x_bsd)
         latent = self.kv_a_norm(both[..., : sizes.latent])
-        plain = q[..., : sizes.plain]
-        if absorbed:
-            # By the associative law: q (W c) = (q W) c, and sums of (W c) are W times sums of c.
-            kernel = self.kv_proj.kernel[...].astype(latent.dtype)
-            plain = jnp.einsum("bsnp,cnp->bsnc", plain, kernel[..., : sizes.plain])
-            k = v = latent[:, :, None]
+        # One head, which all share.
+        k_rotated = self._rotated(both[..., None, sizes.latent :], where)
+        plain, rotated = q[..., : sizes.plain], self._rotated(q[..., sizes.plain :], where)
+        if self.cache is not None:
+            out = self._absorbed(plain, rotated, latent[:, :, None], k_rotated, where.start_b)
         else:
             made = constrain(self.kv_proj(latent), "batch", "sequence", "heads", None)
             k, v = made[..., : sizes.plain], made[..., sizes.plain :]
-        # One head, which all share.
-        k_rotated = self._rotated(both[..., None, sizes.latent :], where)
-        k = jnp.concatenate([k, jnp.broadcast_to(k_rotated, (*k.shape[:3], sizes.rotated))], axis=-1)
-        q = jnp.concatenate([plain, self._rotated(q[..., sizes.plain :], where)], axis=-1)
-        out = attention(
-            q, k, v, segment_ids_bs=where.segment_ids_bs, zigzag=where.zigzag, scale=sizes.scale
-        )  # fmt: skip
-        if absorbed:
-            out = jnp.einsum("bsnc,cnv->bsnv", out, kernel[..., sizes.plain :])
+            k_rotated = jnp.broadcast_to(k_rotated, (*k.shape[:3], sizes.rotated))
+            out = attention(
+                jnp.concatenate([plain, rotated], -1), jnp.concatenate([k, k_rotated], -1), v,
+                segment_ids_bs=where.segment_ids_bs, zigzag=where.zigzag, scale=sizes.scale,
+            )  # fmt: skip
         return self.o_proj(constrain(out, "batch", "sequence", "columns", None))
+
+    def _absorbed(self, plain: Any, rotated: Any, latent_bs1c: Any, k_bs1r: Any, start_b: Any) -> jax.Array:
+        """By the associative law: q (W c) = (q W) c, and sums of (W c) are W times sums of c."""
+        assert self.cache is not None
+        kernel = self.kv_proj.kernel[...].astype(latent_bs1c.dtype)
+        into, out_of = kernel[..., : self.sizes.plain], kernel[..., self.sizes.plain :]
+        q = jnp.concatenate([jnp.einsum("bsnp,cnp->bsnc", plain, into), rotated], -1)
+        k = jnp.concatenate([latent_bs1c, k_bs1r], -1)
+        out = self.cache.attend(q, k, latent_bs1c, start_b, scale=self.sizes.scale)
+        return jnp.einsum("bsnc,cnv->bsnv", out, out_of)
+
+    def kept(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `Decodes`."""
+        made = self.kv_a_proj
+        width = self.sizes.latent + self.sizes.rotated
+        return {"keys": jax.ShapeDtypeStruct((1, width), made.dtype or made.kernel.dtype)}
 
     def _rotated(self, x_bsnr: jax.Array, where: Where) -> jax.Array:
         if self.sizes.interleaved:
