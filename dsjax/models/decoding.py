@@ -84,7 +84,9 @@ class Cache(nnx.Module):
         widths = [_ALL if width is None else width for width in windows]
         window = jnp.asarray(widths, jnp.int32)[0 if kind is None else kind]
 
-        def local(q: Any, k: Any, v: Any, start: Any, window: Any, keys: Any, values: Any = None) -> jax.Array:
+        def local(
+            q: Any, k: Any, v: Any, start: Any, window: Any, keys: Any, values: Any = None
+        ) -> jax.Array:
             values = keys[..., : v.shape[-1]] if values is None else values
             return _attend(q, (keys, k), (values, v), start, window, scale, cap)
 
@@ -147,14 +149,18 @@ def _attentions(model: nnx.Module) -> dict[str, Decodes]:
     return {path: found[path] for path in sorted(found) if not path.startswith("ahead/")}
 
 
-def cache_shapes(model: nnx.Module, rows: int, places: int, layout: Layout | None) -> dict[str, dict[str, Any]]:
+def cache_shapes(
+    model: nnx.Module, rows: int, places: int, layout: Layout | None
+) -> dict[str, dict[str, Any]]:
     """Abstract `Caches` of a model for so many rows of so many tokens, with their places on the mesh."""
 
     def one(depth: int, kept: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         shape = (depth, rows, places, *kept.shape)
         if layout is None:
             return jax.ShapeDtypeStruct(shape, kept.dtype)
-        cuts = [cut_axes(layout, name, n) or None for name, n in (("batch", rows), ("kv_heads", kept.shape[0]))]
+        cuts = [
+            cut_axes(layout, name, n) or None for name, n in (("batch", rows), ("kv_heads", kept.shape[0]))
+        ]
         place = layout.place(P(None, cuts[0], None, cuts[1]))
         return jax.ShapeDtypeStruct(shape, kept.dtype, sharding=place)
 

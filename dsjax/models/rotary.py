@@ -171,9 +171,7 @@ class Rotary:
 
     def frequencies(self, length: int) -> tuple[np.ndarray, float]:
         """`inverse_frequencies` of a sequence of so many tokens."""
-        return inverse_frequencies(
-            self.head_dim, self.theta, dict(self.scaling), self.max_positions, length
-        )
+        return inverse_frequencies(self.head_dim, self.theta, dict(self.scaling), self.max_positions, length)
 
 
 def rotate(x_bsnh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """Tokens drawn after prompts: several at once, each what it would be alone.
 
-A model of ours keeps what its attention needs of earlier tokens, so a token costs one pass over one token. Prompts go in by
-chunks of equal size; two programs serve prompts of any length. Any other model computes the whole sequence again for
-each token.
+A model of ours keeps what its attention needs of earlier tokens, so a token costs one pass over one token. Prompts go in
+by chunks of equal size; two programs serve prompts of any length. Any other model computes the whole sequence again
+for each token.
 
 Letters of shapes: b rows, s tokens, V vocabulary.
 """
@@ -103,9 +103,7 @@ class Generator:
             for row, token in self._batch(weights, prompts[first : first + rows], rows):
                 yield first + row, token
 
-    def _batch(
-        self, weights: Any, prompts: Sequence[Prompt], rows: int
-    ) -> Iterator[tuple[int, int | None]]:
+    def _batch(self, weights: Any, prompts: Sequence[Prompt], rows: int) -> Iterator[tuple[int, int | None]]:
         carry = self._way.begin(weights, prompts, rows)
         left = {row: prompt.room for row, prompt in enumerate(prompts)}
         drawn: deque[jax.Array] = deque()
@@ -224,7 +222,14 @@ class _Cached(_Rows):
         )
 
     def _chunk(
-        self, weights: Any, caches: Any, logits: Any, tokens_bs: Any, length_b: Any, start: Any, frequencies: Any
+        self,
+        weights: Any,
+        caches: Any,
+        logits: Any,
+        tokens_bs: Any,
+        length_b: Any,
+        start: Any,
+        frequencies: Any,
     ) -> tuple[Any, jax.Array]:
         places = start + jnp.arange(tokens_bs.shape[1])
         start_b = jnp.full_like(length_b, start)
@@ -249,7 +254,12 @@ class _Cached(_Rows):
 
 
 def _passed(
-    model: Decoder, caches: Any, tokens_bs: jax.Array, start_b: jax.Array, counts_bs: jax.Array, frequencies: Any
+    model: Decoder,
+    caches: Any,
+    tokens_bs: jax.Array,
+    start_b: jax.Array,
+    counts_bs: jax.Array,
+    frequencies: Any,
 ) -> tuple[jax.Array, Any]:
     """States of tokens after the first `start_b` of their rows, and the caches with them."""
     attach(model, caches)

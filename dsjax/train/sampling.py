@@ -63,9 +63,7 @@ def draw(logits_v: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-def draw_rows(
-    logits_bv: jax.Array, places_b: jax.Array, names_bk: jax.Array, how: Sampling
-) -> jax.Array:
+def draw_rows(logits_bv: jax.Array, places_b: jax.Array, names_bk: jax.Array, how: Sampling) -> jax.Array:
     """A token a row, int32 [b]: a function of the row's logits, its names and the place that it is drawn for.
 
     So it does not matter what other rows there are, nor where on a mesh the row lies.
