@@ -1,8 +1,8 @@
 """Tokens drawn after prompts: several at once, each what it would be alone.
 
-A model of ours keeps what its attention needs of earlier tokens, so a token costs one pass over one token. Prompts go in
-by chunks of equal size; two programs serve prompts of any length. Any other model computes the whole sequence again
-for each token.
+A model of ours keeps what its attention needs of earlier tokens, so a token costs one pass over one token. Prompts go
+in by chunks of equal size, so two programs serve prompts of many lengths. Any other model computes the whole sequence
+again for each token.
 
 Letters of shapes: b rows, s tokens, V vocabulary.
 """
@@ -21,11 +21,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.errors import ConfigError
+from dsjax.errors import ConfigError, InputError
 from dsjax.mesh import BATCH_AXES, batch_shards, constrain, make_mesh, use_layout
 from dsjax.models import Decoder
 from dsjax.models.decoding import attach, cache_shapes, written
 from dsjax.models.moe import Mixture
+from dsjax.train.given import require_alive
 from dsjax.train.program import Program
 from dsjax.train.sampling import Sampling, draw_rows
 from dsjax.train.state import State
@@ -85,6 +86,29 @@ class Generator:
                 f"{type(model).__name__} is no model of dsjax's own families, so nothing is kept between tokens: "
                 "each one computes the whole sequence again"
             )
+
+    def __call__(
+        self, state: State, prompts: Sequence[Sequence[int]], *, max_tokens: int = 128, seed: int = 0
+    ) -> list[list[int]]:
+        """The tokens drawn after each prompt, without those that end them.
+
+        Args:
+          prompts: token ids, at least one each.
+          max_tokens: to be drawn for each at most.
+
+        Raises:
+          InputError: a prompt without tokens, or a state whose arrays are gone.
+        """
+        require_alive(state)
+        empty = [number for number, ids in enumerate(prompts) if not len(ids)]
+        if empty or max_tokens < 1:
+            what = f"prompt {empty[0]} has no tokens" if empty else f"max_tokens is {max_tokens}"
+            raise InputError(f"prompts: {what}; each needs one at least, and room for one more")
+        asked = [Prompt(ids, max_tokens, (seed, number, 0)) for number, ids in enumerate(prompts)]
+        found: list[list[int]] = [[] for _ in asked]
+        for number, token in self.answers(state, asked) if asked else ():
+            found[number] += [] if token is None else [token]
+        return found
 
     def answers(
         self, state: State, prompts: Sequence[Prompt], at_once: int = _AT_ONCE

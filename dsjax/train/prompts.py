@@ -23,10 +23,12 @@ class Asked:
     Attributes:
       said: the text, or the conversation.
       place: where it was given, for messages.
+      tools: what a conversation's template is to be told of.
     """
 
     said: str | Messages
     place: str
+    tools: Any = None
 
     @property
     def text(self) -> str:
@@ -45,7 +47,7 @@ class Asked:
             ids = first + tokenizer.encode(self.said)
         else:
             try:
-                ids = tokenizer.chat_prompt(self.said)
+                ids = tokenizer.chat_prompt(self.said, self.tools)
             except InputError as error:
                 raise InputError([f"{self.place}: {fault}" for fault in error.faults]) from None
         if not ids:
@@ -88,14 +90,14 @@ def _from_file(file: Path) -> list[Asked]:
         if not line.strip():
             continue
         place = f"{file}:{number}"
-        said = _parsed(line) if as_json else line
-        if said is None:
+        one = _parsed(line, place) if as_json else Asked(line, place)
+        if one is None:
             faults.append(
                 f'--prompts: {place} takes {{"prompt": TEXT}} or {{"messages": [{{"role": ..., "content": TEXT}}, '
                 f"...]}}, got {line.strip()[:80]}"
             )
         else:
-            found.append(Asked(said, place))
+            found.append(one)
     if not found and not faults:
         faults = [f"--prompts: {file} holds no prompt; it takes one a line, or JSON lines (.jsonl)"]
     if faults:
@@ -104,7 +106,7 @@ def _from_file(file: Path) -> list[Asked]:
     return found
 
 
-def _parsed(line: str) -> str | Messages | None:
+def _parsed(line: str, place: str) -> Asked | None:
     """What a JSON line asks; None: it asks nothing."""
     try:
         value = json.loads(line)
@@ -114,9 +116,9 @@ def _parsed(line: str) -> str | Messages | None:
         return None
     prompt, messages = value.get("prompt"), value.get("messages")
     if isinstance(prompt, str) and messages is None:
-        return prompt
+        return Asked(prompt, place)
     whole = isinstance(messages, list) and all(_is_message(message) for message in messages)
-    return messages if prompt is None and messages and whole else None
+    return Asked(messages, place, value.get("tools")) if prompt is None and messages and whole else None
 
 
 def _is_message(message: Any) -> bool:
