@@ -334,6 +334,8 @@ def _model_of(program: Program, params: Any, model_state: Any) -> Any:
     """The model as it answers: no dropout, and no row too many for an expert."""
     model = nnx.merge(program.parts.graph, params, model_state, copy=True)
     model.eval()
+    if isinstance(model, Decoder):
+        model.unroll = False  # a loop over layers reads their caches where they lie
     for _, module in nnx.iter_graph(model):
         if isinstance(module, Mixture):
             module.take_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -207,3 +208,34 @@ def test_only_the_likeliest_are_drawn(how: Sampling, kept: set[int]) -> None:
     logits = jnp.log(jnp.asarray([0.1, 0.25, 0.1, 0.55]))
     keys = jax.random.split(jax.random.key(0), 200)
     assert set(np.asarray(jax.vmap(lambda key: draw(logits, key, how))(keys)).tolist()) == kept
+
+
+def compiled(room: int, **mesh: int) -> tuple[Any, int]:
+    """The program of a token with caches for so many, and their bytes on a device."""
+    made, state = program("llama", **mesh)
+    way: Any = Generator(made, GREEDY)._way
+    weights = (state.params, state.model_state)
+    carry = way.begin(weights, [Prompt([1], room)] * 2, 2)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(carry["caches"]))
+    return way._next.lower(weights, carry).compile(), held
+
+
+def test_a_token_reads_caches_where_they_lie() -> None:
+    (short, few), (long, many) = compiled(1000), compiled(8000)
+    more = [p.memory_analysis().temp_size_in_bytes for p in (short, long)]
+    # Of two layers one at a time is worked on.
+    assert more[1] - more[0] < 0.8 * (many - few)
+    assert long.memory_analysis().alias_size_in_bytes > many
+
+
+def test_caches_never_cross_the_mesh() -> None:
+    one, cut = compiled(2000), compiled(2000, fsdp=2, tensor=2)
+    assert cut[1] == one[1] / 4
+    text = cut[0].as_text()
+    crossing = [
+        line
+        for line in text.splitlines()
+        if re.search(r"(all-gather|all-reduce|all-to-all|permute)[\w-]*\(", line)
+    ]
+    assert crossing and "2048" in text
+    assert not [line for line in crossing if re.search(r"\[[\d,]*\b2048\b", line)]
