@@ -79,37 +79,34 @@ class LatentAttention(Decodes):
         self.o_proj = linear((n, sizes.values), (d,), (n * sizes.values, d), sizes.bias)
 
     def __call__(self, x_bsd: jax.Array, where: Where) -> jax.Array:
-        sizes = self.sizes
+        sizes, cache = self.sizes, self.cache
         q = x_bsd
         if self.q_a_proj is not None and self.q_a_norm is not None:
             q = self.q_a_norm(self.q_a_proj(q))
         q = constrain(self.q_proj(q), "batch", "sequence", "heads", None)
         both = self.kv_a_proj(x_bsd)
         latent = self.kv_a_norm(both[..., : sizes.latent])
-        # One head, which all share.
-        k_rotated = self._rotated(both[..., None, sizes.latent :], where)
-        plain, rotated = q[..., : sizes.plain], self._rotated(q[..., sizes.plain :], where)
-        if self.cache is not None:
-            out = self._absorbed(plain, rotated, latent[:, :, None], k_rotated, where.start_b)
+        plain = q[..., : sizes.plain]
+        if cache is not None:
+            # By the associative law: q (W c) = (q W) c, and sums of (W c) are W times sums of c.
+            kernel = self.kv_proj.kernel[...].astype(latent.dtype)
+            plain = jnp.einsum("bsnp,cnp->bsnc", plain, kernel[..., : sizes.plain])
+            k = v = latent[:, :, None]
         else:
             made = constrain(self.kv_proj(latent), "batch", "sequence", "heads", None)
             k, v = made[..., : sizes.plain], made[..., sizes.plain :]
-            k_rotated = jnp.broadcast_to(k_rotated, (*k.shape[:3], sizes.rotated))
+        # One head, which all share.
+        k_rotated = self._rotated(both[..., None, sizes.latent :], where)
+        k = jnp.concatenate([k, jnp.broadcast_to(k_rotated, (*k.shape[:3], sizes.rotated))], axis=-1)
+        q = jnp.concatenate([plain, self._rotated(q[..., sizes.plain :], where)], axis=-1)
+        if cache is not None:
+            out = cache.attend(q, k, v, where.start_b, scale=sizes.scale)
+            out = jnp.einsum("bsnc,cnv->bsnv", out, kernel[..., sizes.plain :])
+        else:
             out = attention(
-                jnp.concatenate([plain, rotated], -1), jnp.concatenate([k, k_rotated], -1), v,
-                segment_ids_bs=where.segment_ids_bs, zigzag=where.zigzag, scale=sizes.scale,
+                q, k, v, segment_ids_bs=where.segment_ids_bs, zigzag=where.zigzag, scale=sizes.scale
             )  # fmt: skip
         return self.o_proj(constrain(out, "batch", "sequence", "columns", None))
-
-    def _absorbed(self, plain: Any, rotated: Any, latent_bs1c: Any, k_bs1r: Any, start_b: Any) -> jax.Array:
-        """By the associative law: q (W c) = (q W) c, and sums of (W c) are W times sums of c."""
-        assert self.cache is not None
-        kernel = self.kv_proj.kernel[...].astype(latent_bs1c.dtype)
-        into, out_of = kernel[..., : self.sizes.plain], kernel[..., self.sizes.plain :]
-        q = jnp.concatenate([jnp.einsum("bsnp,cnp->bsnc", plain, into), rotated], -1)
-        k = jnp.concatenate([latent_bs1c, k_bs1r], -1)
-        out = self.cache.attend(q, k, latent_bs1c, start_b, scale=self.sizes.scale)
-        return jnp.einsum("bsnc,cnv->bsnv", out, out_of)
 
     def kept(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See `Decodes`."""
