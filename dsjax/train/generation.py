@@ -26,6 +26,7 @@ from dsjax.mesh import BATCH_AXES, batch_shards, constrain, make_mesh, use_layou
 from dsjax.models import Decoder
 from dsjax.models.decoding import attach, cache_shapes, written
 from dsjax.models.moe import Mixture
+from dsjax.precision import without_fp8
 from dsjax.train.given import require_alive
 from dsjax.train.program import Program
 from dsjax.train.sampling import Sampling, draw_rows
@@ -331,9 +332,10 @@ def next_logits(model: Any, tokens_bs: jax.Array, length_b: jax.Array) -> jax.Ar
 
 
 def _model_of(program: Program, params: Any, model_state: Any) -> Any:
-    """The model as it answers: no dropout, and no row too many for an expert."""
+    """The model as it answers: no dropout, no row too many for an expert, and none that others change by a scale."""
     model = nnx.merge(program.parts.graph, params, model_state, copy=True)
     model.eval()
+    without_fp8(model)
     if isinstance(model, Decoder):
         model.unroll = False  # a loop over layers reads their caches where they lie
     for _, module in nnx.iter_graph(model):
