@@ -13,7 +13,8 @@ import jax
 
 from dsjax.data import Tokenizer
 from dsjax.train.assemble import Assembled
-from dsjax.train.generation import Generator, Prompt
+from dsjax.train.generation import Generator
+from dsjax.train.next_tokens import Prompt
 from dsjax.train.prompts import Asked, check_room, ends_of
 from dsjax.train.sampling import Sampling
 from dsjax.train.state import State
@@ -135,11 +136,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked, as tokens, and how answers end.
-
-    Raises (from `of`):
-      ConfigError, InputError: prompts that have no tokens or leave no room, a tokenizer without a chat template.
-    """
+    """What is asked, as tokens, how long answers may become and what ends them; notes are for people."""
 
     asked: Sequence[Asked]
     tokens: Sequence[Sequence[int]]
@@ -149,7 +146,11 @@ class Questions:
 
     @staticmethod
     def of(job: Assembled, asked: Sequence[Asked], wanted: int) -> Questions:
-        """Those to a job's model, with so many tokens of an answer at most."""
+        """Those to a job's model, with so many tokens of an answer at most.
+
+        Raises:
+          ConfigError, InputError: prompts that have no tokens or leave no room, a tokenizer without a chat template.
+        """
         tokens = [one.tokens(job.tokenizer) for one in asked]
         rooms, notes = check_room(asked, tokens, job.model.family, wanted)
         chat = any(not isinstance(one.said, str) for one in asked)

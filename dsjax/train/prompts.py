@@ -77,7 +77,8 @@ def _as_user(one: Asked) -> Asked:
 
 def _from_file(file: Path) -> list[Asked]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # By line breaks alone: JSON may hold other characters that separate lines.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise InputError(f"--prompts: {file} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:

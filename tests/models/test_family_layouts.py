@@ -16,7 +16,8 @@ from dsjax.config import from_dict
 from dsjax.mesh import named_leaves
 from dsjax.models import FAMILIES
 from dsjax.train.assemble import program_for
-from dsjax.train.generation import Generator, Prompt
+from dsjax.train.generation import Generator
+from dsjax.train.next_tokens import Prompt
 from dsjax.train.sampling import Sampling
 
 STEPS, TOLERANCE = 3, 1e-5

@@ -17,7 +17,8 @@ import dsjax
 from dsjax.config import from_dict
 from dsjax.errors import ConfigError
 from dsjax.train.assemble import program_for
-from dsjax.train.generation import Generator, Prompt, bucket, folded
+from dsjax.train.generation import Generator, folded
+from dsjax.train.next_tokens import Prompt, bucket
 from dsjax.train.sampling import Sampling, draw
 
 VOCAB = 60
@@ -166,6 +167,18 @@ class Net(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens)
         return self.mix(jnp.cumsum(x, axis=1)) * 3
+
+
+def test_a_model_that_cannot_be_called_is_refused(tmp_path: Any) -> None:
+    class Silent(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.embed = nnx.Embed(VOCAB, 16, rngs=rngs)
+
+    trainer = dsjax.Trainer(
+        Silent, lambda model, batch: (0.0, 1.0), optax.sgd(0.1), run={"dir": str(tmp_path)}
+    )
+    with pytest.raises(ConfigError, match=r"Silent has no __call__\(tokens\) -> logits"):
+        trainer.generator()
 
 
 def test_a_users_model_computes_the_whole_sequence_and_says_so(tmp_path: Any) -> None:
