@@ -30,15 +30,18 @@ _UNSEEN = -1e30
 _ALL = 1 << 30
 
 Caches = Mapping[str, Mapping[str, jax.Array]]
-"""Path of an attention -> "keys", and "values" unless they are part of the keys -> [l, b, p, k, h]."""
+"""Path of an attention -> "keys", and "values" unless they are part of the keys -> [l, b, k, p, h].
+
+A head's places stand together, as products of matrices read them: otherwise XLA would first turn a whole cache around.
+"""
 
 
 class Kept(Given):
-    """Keys or values of a row's earlier tokens, [b, p, k, h]; decoding alone has them."""
+    """Keys or values of a row's earlier tokens, [b, k, p, h]; decoding alone has them."""
 
 
 class Made(nnx.Variable):
-    """Those of the tokens at hand, [b, s, k, h], once the layer has run."""
+    """Those of the tokens at hand, [b, k, s, h], once the layer has run."""
 
 
 class Cache(nnx.Module):
@@ -75,10 +78,11 @@ class Cache(nnx.Module):
             of the keys.
           windows, kind, scale, cap: as there.
         """
-        self.new_keys.set_value(k_bskh)
+        k_bksh, v_bksv = k_bskh.swapaxes(1, 2), v_bskv.swapaxes(1, 2)
+        self.new_keys.set_value(k_bksh)
         old = [self.keys[...]]
         if self.values is not None and self.new_values is not None:
-            self.new_values.set_value(v_bskv)
+            self.new_values.set_value(v_bksv)
             old.append(self.values[...])
         scale = 1 / math.sqrt(q_bsnh.shape[-1]) if scale is None else scale
         widths = [_ALL if width is None else width for width in windows]
@@ -91,10 +95,10 @@ class Cache(nnx.Module):
             return _attend(q, (keys, k), (values, v), start, window, scale, cap)
 
         _, (batch, _, q_heads, kv_heads) = cut_names(q_bsnh, k_bskh)
-        of_keys = (batch, None, kv_heads, None)
+        of_keys = (batch, kv_heads, None, None)
         result = (batch, None, q_heads, None)
         mapped = manual(local, [result, of_keys, of_keys, (batch,), (), *[of_keys] * len(old)], result)
-        return mapped(q_bsnh, k_bskh, v_bskv, start_b, window, *old)
+        return mapped(q_bsnh, k_bksh, v_bksv, start_b, window, *old)
 
 
 def _attend(
@@ -108,10 +112,10 @@ def _attend(
 ) -> jax.Array:
     """Softmax in fp32 over kept keys before `start_b`, and over new ones up to a query's own."""
     b, s, n, h = q_bsnh.shape
-    places, kv_heads = keys[0].shape[1:3]
+    kv_heads, places = keys[0].shape[1:3]
     q_bskgh = q_bsnh.reshape(b, s, kv_heads, n // kv_heads, h)
     wide = {"preferred_element_type": jnp.float32}
-    scores = scale * jnp.concatenate([jnp.einsum("bskgh,bpkh->bkgsp", q_bskgh, k, **wide) for k in keys], -1)
+    scores = scale * jnp.concatenate([jnp.einsum("bskgh,bkph->bkgsp", q_bskgh, k, **wide) for k in keys], -1)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
     slots, own = jnp.arange(places), jnp.arange(s)
@@ -125,10 +129,11 @@ def _attend(
     weights = jax.nn.softmax(jnp.where(seen, scores, _UNSEEN), -1)
     parts = (weights[..., :places], weights[..., places:])
     out = sum(
-        jnp.einsum("bkgsp,bpkv->bskgv", w.astype(v.dtype), v, **wide)
+        jnp.einsum("bkgsp,bkpv->bkgsv", w.astype(v.dtype), v, **wide)
         for w, v in zip(parts, values, strict=True)
     )
-    return out.reshape(b, s, n, -1).astype(q_bsnh.dtype)  # type: ignore[union-attr]
+    # Turned around after the sum: products of narrow types that come out turned are none that XLA's CPU backend has.
+    return jnp.moveaxis(out, 3, 1).reshape(b, s, n, -1).astype(q_bsnh.dtype)
 
 
 class Decodes(nnx.Module):
@@ -155,13 +160,12 @@ def cache_shapes(
     """Abstract `Caches` of a model for so many rows of so many tokens, with their places on the mesh."""
 
     def one(depth: int, kept: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape = (depth, rows, places, *kept.shape)
+        heads, width = kept.shape
+        shape = (depth, rows, heads, places, width)
         if layout is None:
             return jax.ShapeDtypeStruct(shape, kept.dtype)
-        cuts = [
-            cut_axes(layout, name, n) or None for name, n in (("batch", rows), ("kv_heads", kept.shape[0]))
-        ]
-        place = layout.place(P(None, cuts[0], None, cuts[1]))
+        cuts = [cut_axes(layout, name, n) or None for name, n in (("batch", rows), ("kv_heads", heads))]
+        place = layout.place(P(None, *cuts))
         return jax.ShapeDtypeStruct(shape, kept.dtype, sharding=place)
 
     return {
@@ -194,15 +198,15 @@ def written(model: nnx.Module, caches: Caches, start_b: jax.Array) -> dict[str, 
     return found
 
 
-def _write(kept_lbpkh: jax.Array, made_lbskh: jax.Array, start_b: jax.Array) -> jax.Array:
+def _write(kept_lbkph: jax.Array, made_lbksh: jax.Array, start_b: jax.Array) -> jax.Array:
     def local(kept: jax.Array, made: jax.Array, start: jax.Array) -> jax.Array:
         rows = jnp.arange(kept.shape[1])[:, None]
-        places = start[:, None] + jnp.arange(made.shape[2])
+        places = start[:, None] + jnp.arange(made.shape[3])
         options: dict[str, Any] = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
-        return kept.at[:, rows, places].set(made, **options)
+        return kept.at[:, rows, :, places].set(made.transpose(1, 3, 0, 2, 4), **options)
 
     layout = current_layout()
-    batch = "batch" if cut_axes(layout, "batch", kept_lbpkh.shape[1]) else None
-    heads = "kv_heads" if cut_axes(layout, "kv_heads", kept_lbpkh.shape[3]) else None
-    names = (None, batch, None, heads, None)
-    return manual(local, [names, names, (batch,)], names)(kept_lbpkh, made_lbskh, start_b)
+    batch = "batch" if cut_axes(layout, "batch", kept_lbkph.shape[1]) else None
+    heads = "kv_heads" if cut_axes(layout, "kv_heads", kept_lbkph.shape[2]) else None
+    names = (None, batch, heads, None, None)
+    return manual(local, [names, names, (batch,)], names)(kept_lbkph, made_lbksh, start_b)

@@ -91,7 +91,7 @@ def test_the_absorbed_form_is_cut_over_heads_although_they_share_one_key() -> No
     layout = Layout(make_mesh({"tensor": 4}, jax.devices()[:4]), spec_of("deepseek_v3-plain").param_axes)
     shapes = cache_shapes(model, 2, 40, layout)
     # What is kept of a token does not grow with the heads: a latent vector and one key with positions.
-    assert {s.shape[3:] for kept in shapes.values() for s in kept.values()} == {(1, 24 + 4)}
+    assert {s.shape[1:] for kept in shapes.values() for s in kept.values()} == {(2, 1, 40, 24 + 4)}
 
     def hidden(state: Any, caches: Any) -> jax.Array:
         model = nnx.merge(graph, state, copy=True)
