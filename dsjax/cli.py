@@ -179,30 +179,51 @@ def evaluate(config: ConfigFile, more: More = None) -> int | None:
 @_verb
 def generate(
     config: ConfigFile,
-    prompt: Annotated[str, typer.Option(help="Text to go on from.", show_default=False)],
     more: More = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to go on from; may be given several times.", show_default=False),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="One prompt a line, or JSON lines (.jsonl) with prompt or messages.",
+            show_default=False,
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Prompts are said to an assistant, by the tokenizer's chat template."),
+    ] = False,
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from the K likeliest tokens; 0: from all.")] = 0,
     top_p: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens that together have this share."),
+        float, typer.Option(help="Draw from the likeliest tokens that together have this share.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the draws.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers that are computed together.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an answer as a line of JSON.")] = False,
 ) -> int | None:
     """Sample from the newest checkpoint of a run."""
+    if not prompt and prompts is None:
+        raise ConfigError(
+            "--prompt: is missing; give a text to go on from, or a file of them (--prompts FILE)"
+        )
+    if not 0 < top_p <= 1:
+        raise ConfigError(
+            f"--top-p: takes a number > 0 and <= 1, got {top_p:g}; --temperature 0 takes the likeliest token each time"
+        )
     resolved = _ready(config, more)
+    from dsjax.train.answers import Wanted
+    from dsjax.train.prompts import asked
     from dsjax.train.run import generate
+    from dsjax.train.sampling import Sampling
 
-    return generate(
-        resolved,
-        prompt=prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
+    wanted = Wanted(max_tokens, Sampling(temperature, top_k, top_p), seed, samples, batch_size)
+    return generate(resolved, asked(prompt or [], prompts, chat), wanted, as_json=as_json)
 
 
 @app.command()

@@ -144,6 +144,26 @@ def test_two_processes_train_as_one(place: Path) -> None:
     on = dsjax(place, "train", "run.yaml", *longer, "--allow-config-change")
     assert on.returncode == 0, on.stdout + on.stderr
     assert len(losses(place, "two")) == 10
+    words = [
+        "generate",
+        "run.yaml",
+        "run.name=two",
+        "--prompt",
+        "word1 ",
+        "--prompt",
+        "w",
+        "--max-tokens",
+        "6",
+    ]
+    alone = dsjax(place, *words, "--seed", "5")
+    both = dsjax(
+        place, "launch", "--workers", "2", "--", *words, "--seed", "5", "runtime.cpu_devices=2", "mesh.data=2",
+    )  # fmt: skip
+    assert alone.returncode == both.returncode == 0, alone.stderr + both.stdout + both.stderr
+    assert alone.stdout.startswith("--- prompt 1\nword1 ") and "--- prompt 2\nw" in alone.stdout
+    lines = [line.removeprefix("[0] ") for line in both.stdout.splitlines() if line.startswith("[0] ")]
+    assert "\n".join(alone.stdout.splitlines()) in "\n".join(lines)
+    assert "tokens/s" in alone.stderr and not re.search(r"^\[1\] .*(prompt|word)", both.stdout, re.M)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,14 @@ class ChatTemplate:
                 spans.append(self._span(text, before, turn, message.get("content") or "", number))
         return text, spans
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+        """The whole text, up to where the assistant is to speak.
+
+        Raises:
+          InputError: the template refuses the conversation.
+        """
+        return _unmarked(self._text(messages, tools, prompt=True))[0]
+
     def _span(self, text: str, before: str, turn: str, content: str, number: int) -> tuple[int, int]:
         """Where a turn stands in the whole `text`, from both as they are without what follows.
 

@@ -90,7 +90,18 @@ class Tokenizer(ABC):
           ConfigError: the tokenizer has no chat template.
           InputError: the template refuses the conversation or changes earlier turns.
         """
-        raise ConfigError(
+        raise self._no_template()
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
+        """The ids of a conversation up to where the assistant is to speak, BOS once.
+
+        Raises:
+          ConfigError, InputError: as `chat`.
+        """
+        raise self._no_template()
+
+    def _no_template(self) -> ConfigError:
+        return ConfigError(
             f"data.tokenizer: {self.name} has no chat template; "
             "chat needs the directory of a tokenizer that has one"
         )
@@ -205,12 +216,23 @@ class HuggingFaceTokenizer(Tokenizer):
             last = ends[-1] if ends and not text[encoding.offsets[ends[-1]][1] : end].strip() else None
             for n in inside:
                 mask[n] = int(last is None or n <= last)
-        if self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids, mask = [self.bos_id, *ids], [0, *mask]
+        ids = self._begun(ids)
+        mask = [0] * (len(ids) - len(mask)) + mask
         unended = bool(spans) and spans[-1][1] == len(text) and mask[-1] == 1 and ids[-1] not in special
         if unended and self.eos_id is not None:
             ids, mask = [*ids, self.eos_id], [*mask, 1]
         return ids, mask
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
+        """See `Tokenizer.chat_prompt`."""
+        if self._template is None:
+            return super().chat_prompt(messages, tools)
+        text = self._template.prompt(messages, tools)
+        return self._begun(list(self._templated.encode(text, add_special_tokens=False).ids))
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """A conversation's ids with BOS before them, if the template has put none there."""
+        return ids if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
     def _special(self, key: str, known: Sequence[str]) -> int | None:
         if key in self._settings:

@@ -82,7 +82,7 @@ def attention(
     """
     length, head_dim = q_bsnh.shape[1], q_bsnh.shape[3]
     layout = current_layout()
-    ranks, names = _cuts(q_bsnh, k_bskh)
+    ranks, names = cut_names(q_bsnh, k_bskh)
     parts = _parts(length, ranks, zigzag)
     windows = window if isinstance(window, tuple) else (window,)
     masks = tuple(Mask(causal, width) for width in windows)
@@ -111,8 +111,8 @@ def attention(
     return mapped(q_bsnh, k_bskh, v_bskh, *extra.values())
 
 
-def _cuts(q_bsnh: jax.Array, k_bskh: jax.Array) -> tuple[int, tuple[str | None, ...]]:
-    """Ranks that share a sequence, and logical names of batch, sequence, query and key heads."""
+def cut_names(q_bsnh: jax.Array, k_bskh: jax.Array) -> tuple[int, tuple[str | None, ...]]:
+    """Ranks that share a sequence, and the logical names by which batch, sequence, query and key heads are cut."""
     layout = current_layout()
     rows, length, heads, _ = q_bsnh.shape
     batch = "batch" if cut_axes(layout, "batch", rows) else None

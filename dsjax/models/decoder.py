@@ -103,9 +103,16 @@ class Frame:
     ahead: Ahead | None = None
     adds: tuple[tuple[str, Any], ...] | None = None
 
-    def where(self, positions_bs: Any, segment_ids_bs: Any, zigzag: bool) -> Where:
-        """What the model's parts need besides their input (see `Trunk.where`)."""
-        ropes = tuple(rotary.tables(positions_bs) for rotary in self.rotary)
+    def where(
+        self, positions_bs: Any, segment_ids_bs: Any, zigzag: bool, frequencies: tuple[Any, ...] | None = None
+    ) -> Where:
+        """What the model's parts need besides their input (see `Trunk.where`).
+
+        Args:
+          frequencies: of each kind of rotary positions, as `Rotary.tables` takes them.
+        """
+        own = frequencies or (None,) * len(self.rotary)
+        ropes = tuple(r.tables(positions_bs, f) for r, f in zip(self.rotary, own, strict=True))
         return Where(ropes, segment_ids_bs, zigzag, None if self.positions is None else positions_bs)
 
     @property
@@ -185,7 +192,11 @@ class Decoder(nnx.Module):
             layout, length = current_layout(), tokens_bs.shape[1]
             order = zigzag_order(length, layout.axis_size("context")) if zigzag and layout else range(length)
             positions_bs = jnp.asarray(order)[None]
-        where = self.frame.where(positions_bs, segment_ids_bs, zigzag)
+        return self._through_all(tokens_bs, self.frame.where(positions_bs, segment_ids_bs, zigzag))
+
+    def _through_all(
+        self, tokens_bs: jax.Array, where: Where
+    ) -> tuple[jax.Array, jax.Array | None, dict[str, Any]]:
         x_bsd = self.embedded(tokens_bs, where)
         if self.frame.adds is None:
             x_bsd = self._through(self.layers, "layers", x_bsd, lambda layer, x: layer(x, where))
@@ -237,6 +248,24 @@ class Decoder(nnx.Module):
         """
         return self.outputs(tokens_bs, **where)[0]
 
+    def decoded(
+        self,
+        tokens_bs: jax.Array,
+        start_b: jax.Array,
+        segment_ids_bs: jax.Array,
+        frequencies: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        """`hidden` of tokens that go on from what attentions kept of their rows (`dsjax.models.decoding`).
+
+        Args:
+          tokens_bs: int32, those at places `start_b`, `start_b` + 1, ... of their rows.
+          segment_ids_bs: 0 where there is no token: nothing that counts may come of it.
+          frequencies: of each kind of rotary positions, as `Rotary.tables` takes them.
+        """
+        positions = start_b[:, None] + jnp.arange(tokens_bs.shape[1])
+        where = self.frame.where(positions, segment_ids_bs, False, frequencies)
+        return self._through_all(tokens_bs, where._replace(start_b=start_b))[0]
+
     @property
     def head_dtype(self) -> Any:
         """The type in which the head multiplies; None: that of its input."""
@@ -250,7 +279,10 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_bs: jax.Array, **where: Any) -> jax.Array:
         """Logits, float32 [b, s, vocab_size]; keyword arguments as for `hidden`."""
-        hidden_bsd = self.hidden(tokens_bs, **where)
+        return self.logits(self.hidden(tokens_bs, **where))
+
+    def logits(self, hidden_bsd: jax.Array) -> jax.Array:
+        """Logits, float32 [b, s, vocab_size], of states as `hidden` returns them."""
         dtype = self.head_dtype or hidden_bsd.dtype
         kernel = self.unembedding().astype(dtype)
         logits = jnp.dot(hidden_bsd.astype(dtype), kernel, preferred_element_type=jnp.float32)

@@ -16,6 +16,7 @@ from flax import nnx
 
 from dsjax.mesh import constrain
 from dsjax.models.attention import attention
+from dsjax.models.decoding import Decodes
 from dsjax.models.layers import Init, Linear
 from dsjax.models.rotary import rotate
 from dsjax.models.spec import Where
@@ -49,18 +50,17 @@ class Latents:
     bias: bool = False
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Decodes):
     """Attention whose keys and values are linear in a latent vector.
 
-    Attributes:
-      absorbed: queries go into the latent space and results come out of it, instead of the latents out to every
-        head: one key and value of c + r and c dimensions a token, whatever the number of heads. More arithmetic for
-        a whole sequence and less memory; the way to decode.
+    With a cache, queries go into the latent space and results come out of it, instead of the latents out to every head
+    (the absorbed form): one key of c + r dimensions a token is kept, of which the first c are the value too, whatever
+    the number of heads. More arithmetic for a whole sequence, and much less to read for one more token.
     """
 
     def __init__(self, sizes: Latents, *, rngs: nnx.Rngs):
         d, n, c = sizes.hidden, sizes.heads, sizes.latent
-        self.sizes, self.absorbed = sizes, False
+        self.sizes = sizes
 
         def linear(
             inputs: tuple[int, ...], outputs: tuple[int, ...], size: tuple[int, int], bias: bool
@@ -79,7 +79,7 @@ class LatentAttention(nnx.Module):
         self.o_proj = linear((n, sizes.values), (d,), (n * sizes.values, d), sizes.bias)
 
     def __call__(self, x_bsd: jax.Array, where: Where) -> jax.Array:
-        sizes, absorbed = self.sizes, self.absorbed
+        sizes, cache = self.sizes, self.cache
         q = x_bsd
         if self.q_a_proj is not None and self.q_a_norm is not None:
             q = self.q_a_norm(self.q_a_proj(q))
@@ -87,7 +87,7 @@ class LatentAttention(nnx.Module):
         both = self.kv_a_proj(x_bsd)
         latent = self.kv_a_norm(both[..., : sizes.latent])
         plain = q[..., : sizes.plain]
-        if absorbed:
+        if cache is not None:
             # By the associative law: q (W c) = (q W) c, and sums of (W c) are W times sums of c.
             kernel = self.kv_proj.kernel[...].astype(latent.dtype)
             plain = jnp.einsum("bsnp,cnp->bsnc", plain, kernel[..., : sizes.plain])
@@ -99,12 +99,20 @@ class LatentAttention(nnx.Module):
         k_rotated = self._rotated(both[..., None, sizes.latent :], where)
         k = jnp.concatenate([k, jnp.broadcast_to(k_rotated, (*k.shape[:3], sizes.rotated))], axis=-1)
         q = jnp.concatenate([plain, self._rotated(q[..., sizes.plain :], where)], axis=-1)
-        out = attention(
-            q, k, v, segment_ids_bs=where.segment_ids_bs, zigzag=where.zigzag, scale=sizes.scale
-        )  # fmt: skip
-        if absorbed:
+        if cache is not None:
+            out = cache.attend(q, k, v, where.start_b, scale=sizes.scale)
             out = jnp.einsum("bsnc,cnv->bsnv", out, kernel[..., sizes.plain :])
+        else:
+            out = attention(
+                q, k, v, segment_ids_bs=where.segment_ids_bs, zigzag=where.zigzag, scale=sizes.scale
+            )  # fmt: skip
         return self.o_proj(constrain(out, "batch", "sequence", "columns", None))
+
+    def kept(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `Decodes`."""
+        made = self.kv_a_proj
+        width = self.sizes.latent + self.sizes.rotated
+        return {"keys": jax.ShapeDtypeStruct((1, width), made.dtype or made.kernel.dtype)}
 
     def _rotated(self, x_bsnr: jax.Array, where: Where) -> jax.Array:
         if self.sizes.interleaved:

@@ -158,13 +158,20 @@ class Rotary:
     scaling: tuple[tuple[str, Any], ...]
     max_positions: int
 
-    def tables(self, positions_bs: jax.Array) -> Tables:
-        """Cosine and sine, float32 [b, s, 1, head_dim / 2], of each position's angles."""
-        frequencies, factor = inverse_frequencies(
-            self.head_dim, self.theta, dict(self.scaling), self.max_positions, positions_bs.shape[1]
-        )
-        angles = positions_bs[..., None, None].astype(jnp.float32) * frequencies
+    def tables(self, positions_bs: jax.Array, frequencies: jax.Array | None = None) -> Tables:
+        """Cosine and sine, float32 [b, s, 1, head_dim / 2], of each position's angles.
+
+        Args:
+          frequencies: of each row, [b, head_dim / 2]; by default those of a sequence of s.
+        """
+        own, factor = self.frequencies(positions_bs.shape[1])
+        rows = own if frequencies is None else frequencies[:, None, None]
+        angles = positions_bs[..., None, None].astype(jnp.float32) * rows
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+    def frequencies(self, length: int) -> tuple[np.ndarray, float]:
+        """`inverse_frequencies` of a sequence of so many tokens."""
+        return inverse_frequencies(self.head_dim, self.theta, dict(self.scaling), self.max_positions, length)
 
 
 def rotate(x_bsnh: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -65,12 +65,14 @@ class Where(NamedTuple):
       segment_ids_bs: int32, a token's document; attention stays within it. None: rows are one document.
       zigzag: the columns lie in `zigzag_order` over the mesh's `context` axis.
       positions_bs: int32, a token's place in its document, where they are looked up in a table; else None.
+      start_b: int32, in decoding: a row's tokens before those at hand, of which attention kept what it needs.
     """
 
     ropes: tuple[Any, ...]
     segment_ids_bs: Any = None
     zigzag: bool = False
     positions_bs: Any = None
+    start_b: Any = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from flax import nnx
 
 from dsjax.mesh import constrain
 from dsjax.models.attention import attention
+from dsjax.models.decoding import Decodes
 from dsjax.models.layers import Init, Linear, gather_sequence
 from dsjax.models.moe import Mixture
 from dsjax.models.rotary import rotate
@@ -53,11 +54,12 @@ class Heads:
     cap: float | None = None
 
 
-class Attention(nnx.Module):
+class Attention(Decodes):
     """Grouped-query attention: project, normalise and rotate as `Heads` says, attend, project back."""
 
     def __init__(self, sizes: Heads, *, rngs: nnx.Rngs):
         d, n, k, h = sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim
+        self.kv_shape = (k, h)
         self.windows, self.scale, self.cap = sizes.windows, sizes.scale, sizes.cap
         self.rotary = sizes.rotary
 
@@ -84,11 +86,23 @@ class Attention(nnx.Module):
         q = placed(self.q_proj, self.q_norm, "heads")
         k = placed(self.k_proj, self.k_norm, "kv_heads")
         v = constrain(self.v_proj(x_bsd), "batch", "sequence", "kv_heads", None)
-        out = attention(
-            q, k, v, segment_ids_bs=where.segment_ids_bs, zigzag=where.zigzag,
-            window=self.windows, kind=kind, scale=self.scale, cap=self.cap,
-        )  # fmt: skip
+        if self.cache is not None:
+            out = self.cache.attend(
+                q, k, v, where.start_b, windows=self.windows, kind=kind, scale=self.scale, cap=self.cap
+            )
+        else:
+            out = attention(
+                q, k, v, segment_ids_bs=where.segment_ids_bs, zigzag=where.zigzag,
+                window=self.windows, kind=kind, scale=self.scale, cap=self.cap,
+            )  # fmt: skip
         return self.o_proj(constrain(out, "batch", "sequence", "columns", None))
+
+    def kept(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `Decodes`."""
+        return {
+            name: jax.ShapeDtypeStruct(self.kv_shape, projection.dtype or projection.kernel.dtype)
+            for name, projection in (("keys", self.k_proj), ("values", self.v_proj))
+        }
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,13 @@ class Policy:
         return note
 
 
+def without_fp8(model: nnx.Module) -> None:
+    """Has all products made in the layers' own types: a scale of a whole batch makes its rows depend on each other."""
+    for layer in layers_of(model):
+        if isinstance(getattr(layer.module, "dot_general", None), Fp8Dot | DelayedDot):
+            layer.module.dot_general = nnx.static(lax.dot_general)
+
+
 def _less_the_ends(layers: list[Layer]) -> list[Layer]:
     """Those but the model's own first and last layer: what they round, all others or the result depend on."""
     ends = [layer for layer in (layers[:1] + layers[-1:]) if layer.at_the_top and not layer.stack]

@@ -1,142 +1,154 @@
-"""Sampling from a model, plainly: the whole sequence is computed again for every token.
+"""Tokens drawn after prompts: several at once, each what it would be alone.
 
-One program of one length is compiled for a call; a causal model does not see what lies past the
-last token, so the unused end of the buffer does no harm.
+A model of ours keeps what its attention needs of earlier tokens, so a token costs one pass over one token. Prompts go
+in by chunks of equal size, so two programs serve prompts of many lengths. Any other model computes the whole sequence
+again for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from dsjax.errors import ConfigError
-from dsjax.mesh import BATCH_AXES, batch_shards, make_mesh, use_layout
+from dsjax.errors import ConfigError, InputError
+from dsjax.mesh import batch_shards, make_mesh
+from dsjax.models import Decoder
+from dsjax.train.given import require_alive
+from dsjax.train.next_tokens import Cached, Prompt, Way, Whole, model_of
 from dsjax.train.program import Program
+from dsjax.train.sampling import Sampling
 from dsjax.train.state import State
 
-# Lengths are rounded up to this, so that prompts of about the same length share a program.
-_LENGTH_STEP = 64
+# Prompts at a time, unless it is said otherwise.
+_AT_ONCE = 16
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn from the model's logits.
-
-    Attributes:
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: draw from the k likeliest; 0: from all.
-      top_p: draw from the fewest likeliest tokens that together have at least this probability
-        (Holtzman et al. 2020).
-    """
-
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-
-
-def draw(logits: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
-    """A token [] for float32 logits [V]."""
-    if how.temperature == 0:
-        return jnp.argmax(logits)
-    logits = logits / how.temperature
-    if how.top_k:
-        kth = jax.lax.top_k(logits, min(how.top_k, logits.shape[-1]))[0][-1]
-        logits = jnp.where(logits < kth, -jnp.inf, logits)
-    if how.top_p < 1:
-        ordered = jnp.sort(logits, descending=True)
-        shares = jax.nn.softmax(ordered)
-        # A token stays while the tokens before it have less than top_p; the likeliest always does.
-        kept = (jnp.cumsum(shares) - shares) < how.top_p
-        kept = kept.at[0].set(True)
-        logits = jnp.where(logits < jnp.min(jnp.where(kept, ordered, jnp.inf)), -jnp.inf, logits)
-    return jax.random.categorical(key, logits)
-
-
-def next_logits(model: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    """Float32 logits [V] of the token after the first `length` tokens of the first row of [B, S]."""
-    if not hasattr(model, "hidden"):
-        return model(tokens)[0, length - 1].astype(jnp.float32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden = model.hidden(tokens, positions_bs=positions, segment_ids_bs=jnp.ones_like(tokens))
-    last = hidden[0, length - 1].astype(jnp.float32)
-    logits = (last @ model.unembedding().astype(jnp.float32))[: model.vocab_size]
-    cap = getattr(model, "logit_cap", None)
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def without_stages(program: Program, state: State) -> tuple[Program, State]:
-    """The program and state of a pipeline as those of one stage: its devices hold shards of all layers instead.
-
-    A token at a time would leave all stages but one idle. What trains no longer matters here, so the
-    optimizer's state stays where it is.
-    """
-    if program.stacking is None:
-        return program, state
-    sizes = dict(program.mesh.shape)
-    stages = sizes.pop("pipeline")
-    devices = list(program.mesh.devices.flat)
-    try:
-        flat = replace(program, mesh=make_mesh({**sizes, "fsdp": sizes["fsdp"] * stages}, devices))
-    except ConfigError:
-        flat = replace(program, mesh=make_mesh({**sizes, "data": sizes["data"] * stages}, devices))
-    places = flat.state_shardings
-    move = jax.jit(program.in_order, out_shardings=(places.params, places.model_state))
-    params, model_state = move((state.params, state.model_state))
-    return flat, replace(state, params=params, model_state=model_state)
-
-
-def tokens_after(
-    program: Program,
-    state: State,
-    prompt: Sequence[int],
-    *,
-    max_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-    end: int | None = None,
-) -> Iterator[int]:
-    """Draws up to `max_tokens` tokens after a prompt, one at a time; stops before the token `end`.
+class Generator:
+    """Draws tokens with a program's model; compiled functions are kept for the next call.
 
     Args:
-      prompt: token ids, at least one.
+      ends: tokens after which a row is over.
+
+    Attributes:
+      whole_because: why the whole sequence is computed for each token; None: it is not.
+
+    Raises (at construction):
+      ConfigError: the model cannot be called.
     """
-    program, state = without_stages(program, state)
-    multiple = _LENGTH_STEP * 2 * program.mesh.shape["context"]
-    size = -(-(len(prompt) + max_tokens) // multiple) * multiple
-    one = _compiled(program, sampling)
-    buffer = np.zeros((batch_shards(program.mesh), size), np.int32)
-    buffer[:, : len(prompt)] = prompt
-    sharding = NamedSharding(program.mesh, P(BATCH_AXES))
-    tokens: jax.Array = jax.make_array_from_callback(
-        buffer.shape, sharding, lambda index: buffer[index].copy()
-    )
-    key = jax.random.key(seed)
-    for length in range(len(prompt), len(prompt) + max_tokens):
-        token, tokens = one(state.params, state.model_state, tokens, np.int32(length), key)
-        number = int(token)
-        if number == end:
-            return
-        yield number
+
+    def __init__(self, program: Program, sampling: Sampling, ends: Sequence[int] = ()):
+        self._program, self._flat = program, folded(program)
+        self._ends = frozenset(ends)
+        model = model_of(self._flat, self._flat.abstract_state.params, self._flat.abstract_state.model_state)
+        if not callable(model):
+            raise ConfigError(
+                f"model.kind: {type(model).__name__} has no __call__(tokens) -> logits, which drawing tokens needs"
+            )
+        self.whole_because: str | None = None
+        self._way: Way
+        if isinstance(model, Decoder):
+            self._way = Cached(self._flat, model, sampling, sorted(self._ends))
+        else:
+            self._way = Whole(self._flat, sampling, sorted(self._ends))
+            self.whole_because = (
+                f"{type(model).__name__} is no model of dsjax's own families, so nothing is kept between tokens: "
+                "each one computes the whole sequence again"
+            )
+
+    def __call__(
+        self, state: State, prompts: Sequence[Sequence[int]], *, max_tokens: int = 128, seed: int = 0
+    ) -> list[list[int]]:
+        """The tokens drawn after each prompt, without those that end them.
+
+        Args:
+          prompts: token ids, at least one each.
+          max_tokens: to be drawn for each at most.
+
+        Raises:
+          InputError: a prompt without tokens, or a state whose arrays are gone.
+        """
+        require_alive(state)
+        empty = [number for number, ids in enumerate(prompts) if not len(ids)]
+        if empty or max_tokens < 1:
+            what = f"prompt {empty[0]} has no tokens" if empty else f"max_tokens is {max_tokens}"
+            raise InputError(f"prompts: {what}; each needs one at least, and room for one more")
+        asked = [Prompt(ids, max_tokens, (seed, number, 0)) for number, ids in enumerate(prompts)]
+        found: list[list[int]] = [[] for _ in asked]
+        for number, token in self.answers(state, asked) if asked else ():
+            found[number] += [] if token is None else [token]
+        return found
+
+    def answers(
+        self, state: State, prompts: Sequence[Prompt], at_once: int = _AT_ONCE
+    ) -> Iterator[tuple[int, int | None]]:
+        """(number of the prompt, its next token), in the order in which they are drawn; None: there is no more.
+
+        A token is told when the next one is under way. A row's tokens do not depend on the other rows.
+
+        Args:
+          at_once: prompts at a time, rounded up to what the mesh divides.
+        """
+        weights = _moved(self._program, self._flat, state)
+        shards = batch_shards(self._flat.mesh)
+        rows = -(-min(at_once, len(prompts)) // shards) * shards
+        for first in range(0, len(prompts), rows):
+            for row, token in self._batch(weights, prompts[first : first + rows], rows):
+                yield first + row, token
+
+    def _batch(self, weights: Any, prompts: Sequence[Prompt], rows: int) -> Iterator[tuple[int, int | None]]:
+        carry = self._way.begin(weights, prompts, rows)
+        left = {row: prompt.room for row, prompt in enumerate(prompts)}
+        drawn: deque[jax.Array] = deque()
+
+        def told(tokens_b: jax.Array) -> Iterator[tuple[int, int | None]]:
+            tokens = np.asarray(tokens_b)
+            for row in list(left):
+                token = int(tokens[row])
+                left[row] -= 1
+                if token not in self._ends:
+                    yield row, token
+                if token in self._ends or not left[row]:
+                    del left[row]
+                    yield row, None
+
+        for _ in range(max(left.values())):
+            carry, tokens_b = self._way.step(weights, carry)
+            drawn.append(tokens_b)
+            if len(drawn) > 1:
+                yield from told(drawn.popleft())
+            if not left:
+                return
+        while drawn:
+            yield from told(drawn.popleft())
 
 
-def _compiled(program: Program, sampling: Sampling) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    def one(params: Any, model_state: Any, tokens: jax.Array, length: Any, key: jax.Array) -> Any:
-        with use_layout(program.layout):
-            model = nnx.merge(program.parts.graph, params, model_state, copy=True)
-            model.eval()
-            # Latent attention makes no keys and values of heads then: more arithmetic, less memory.
-            model.set_attributes(absorbed=True, raise_if_not_found=False)
-            logits = next_logits(model, tokens, length)
-        token = draw(logits, jax.random.fold_in(key, length), sampling).astype(jnp.int32)
-        return token, tokens.at[:, length].set(token, mode="drop")
+def folded(program: Program) -> Program:
+    """The program without stages and without cut sequences: those devices hold shards of all layers instead.
 
-    sharding = NamedSharding(program.mesh, P(BATCH_AXES))
-    return jax.jit(one, donate_argnums=2, out_shardings=(program.replicated, sharding))
+    A token at a time would leave all stages but one idle, and all ranks of a sequence but one.
+    """
+    sizes = dict(program.mesh.shape)
+    count = sizes.pop("pipeline") * sizes.pop("context")
+    if count == 1:
+        return program
+    devices = list(program.mesh.devices.flat)
+    for axis in ("fsdp", "data"):
+        try:
+            return replace(program, mesh=make_mesh({**sizes, axis: sizes[axis] * count}, devices))
+        except ConfigError as error:
+            fault = error
+    raise fault
+
+
+def _moved(program: Program, flat: Program, state: State) -> tuple[Any, Any]:
+    """Parameters and other variables where the folded program has them; what trains stays where it is."""
+    weights = (state.params, state.model_state)
+    if flat is program:
+        return weights
+    places = flat.state_shardings
+    return jax.jit(program.in_order, out_shardings=(places.params, places.model_state))(weights)

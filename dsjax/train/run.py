@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,9 +11,11 @@ import jax
 from dsjax.config import Config, dump
 from dsjax.data import EvalData, open_eval, open_train
 from dsjax.errors import ConfigError, Damaged, InputError
+from dsjax.train.answers import Questions, Wanted, answer
 from dsjax.train.assemble import Assembled, assemble
-from dsjax.train.generation import Sampling, tokens_after
 from dsjax.train.memory import GIB, bytes_a_device
+from dsjax.train.prompts import Asked
+from dsjax.train.sampling import Sampling
 from dsjax.train.state import State
 from dsjax.train.summary import compressed_bits, eval_table, show, where_things_lie
 
@@ -29,6 +30,7 @@ def train(config: Config, *, dry_run: bool = False, allow_config_change: bool = 
     if dry_run:
         return _dry_run(job)
     trainer = job.trainer
+    samples = _samples(job)
     data = open_train(config, job.rows)
     sets = _open_eval(job) if config.eval.every else {}
     last: dict[str, Any] = {}
@@ -41,7 +43,10 @@ def train(config: Config, *, dry_run: bool = False, allow_config_change: bool = 
     )
     if last:
         show(eval_table(last, sets, _compressed(config, sets)))
-    _samples(job, state)
+    if samples is not None:
+        # The likeliest tokens are kept to, so that little models make sense.
+        wanted = Wanted(config.eval.sample_tokens, Sampling(0.7, 0, 0.9))
+        answer(job, state, samples, wanted, timed=False)
     where_things_lie(config, trainer.checkpoints.latest_step())
     return 0
 
@@ -62,24 +67,15 @@ def evaluate(config: Config) -> int:
     return 0
 
 
-def generate(
-    config: Config,
-    *,
-    prompt: str,
-    max_tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-) -> int:
-    """Prints the prompt and what the newest checkpoint makes of it, as it is drawn.
+def generate(config: Config, asked: Sequence[Asked], wanted: Wanted, *, as_json: bool = False) -> int:
+    """Prints what the newest checkpoint makes of prompts (`answers.answer`).
 
     Raises:
-      InputError: there is no checkpoint, or the prompt is empty for a tokenizer without a first token.
+      ConfigError, InputError: prompts that cannot be answered, or there is no checkpoint.
     """
     job = assemble(config)
-    state = _restored(job)
-    _complete(job, state, prompt, max_tokens, Sampling(temperature, top_k, top_p), seed)
+    questions = Questions.of(job, asked, wanted.tokens)
+    answer(job, _restored(job), questions, wanted, as_json=as_json)
     return 0
 
 
@@ -108,37 +104,10 @@ def _compressed(config: Config, sets: Mapping[str, EvalData]) -> dict[str, dict[
     return {name: compressed_bits(one.texts(), names) for name, one in sets.items()}
 
 
-def _samples(job: Assembled, state: State) -> None:
-    """Completes the config's prompts; the likeliest tokens are kept to, so that little models make sense."""
-    for number, prompt in enumerate(job.config.eval.samples):
-        show(f"\nsample {number + 1}:")
-        _complete(job, state, prompt, job.config.eval.sample_tokens, Sampling(0.7, 0, 0.9), number)
-
-
-def _complete(job: Assembled, state: State, prompt: str, count: int, sampling: Sampling, seed: int) -> None:
-    tokenizer = job.tokenizer
-    ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
-    if not ids:
-        raise InputError("--prompt is empty and the tokenizer has no first token; give some text")
-    drawn: list[int] = []
-    shown = ""
-    primary = jax.process_index() == 0
-    if primary:
-        sys.stdout.write(prompt)
-    program = job.trainer.program
-    for token in tokens_after(
-        program, state, ids, max_tokens=count, sampling=sampling, seed=seed, end=tokenizer.eos_id
-    ):
-        drawn.append(token)
-        text = tokenizer.decode(drawn)
-        # A character may still lack bytes: it is shown once the next tokens complete it.
-        if primary and not text.endswith("\ufffd") and text.startswith(shown):
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
-            shown = text
-    if primary:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+def _samples(job: Assembled) -> Questions | None:
+    """The config's prompts, refused before the first step if they cannot be answered."""
+    asked = [Asked(prompt, "eval.samples") for prompt in job.config.eval.samples]
+    return Questions.of(job, asked, job.config.eval.sample_tokens) if asked else None
 
 
 def _dry_run(job: Assembled) -> int:

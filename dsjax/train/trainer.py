@@ -27,6 +27,7 @@ from dsjax.observe.heartbeat import Heartbeat
 from dsjax.stability.watch import Watch
 from dsjax.train import loop
 from dsjax.train.agreement import require_same_settings
+from dsjax.train.generation import Generator
 from dsjax.train.given import SCRIPTS_OWN, Init, Optimizer, as_loss, as_optimizer, as_schedule, require_alive
 from dsjax.train.host_batch import warned_if_alike
 from dsjax.train.lay_out import lay_out
@@ -36,6 +37,7 @@ from dsjax.train.recorder import Rates, Recorder
 from dsjax.train.resume import begin, fresh_state, restore
 from dsjax.train.rollback import Rollback
 from dsjax.train.rundir import RunDirectory
+from dsjax.train.sampling import Sampling
 from dsjax.train.saving import Saving, last_good, make_room_in_memory, open_tiers
 from dsjax.train.signals import stop_on_signals
 from dsjax.train.state import State
@@ -242,6 +244,10 @@ class Trainer:
         """The Flax model with the state's parameters."""
         require_alive(state)
         return self.program.model(state)
+
+    def generator(self, ends: Sequence[int] = (), **sampling: Any) -> Generator:
+        """``generator(state, prompts, max_tokens=128, seed=0)`` draws tokens after tokens (`Generator`, `Sampling`)."""
+        return Generator(self.program, Sampling(**sampling), ends)
 
     def evaluate(self, state: State, loader: Any, steps: int | None = None) -> dict[str, float]:
         """Weighted loss, perplexity and extras over all of a finite loader's batches.

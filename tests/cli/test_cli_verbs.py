@@ -83,7 +83,12 @@ def test_no_words_show_the_help(dsjax):
         ("trian c.yaml", "no such command 'trian'. Did you mean 'train'?"),
         ("train", "train: missing argument 'CONFIG' (see dsjax train --help)"),
         ("train c.yaml --dryrun", "train: no such option"),
-        ("generate c.yaml", "generate: missing option '--prompt' (see dsjax generate --help)"),
+        ("generate c.yaml", "--prompt: is missing; give a text to go on from, or a file of them"),
+        (
+            "generate c.yaml --prompt x --top-p 0",
+            "--top-p: takes a number > 0 and <= 1, got 0; --temperature 0",
+        ),
+        ("generate c.yaml --prompt x --samples 0", "generate: invalid value for '--samples'"),
         ("generate c.yaml --prompt x --temperature -1", "generate: invalid value for '--temperature'"),
         ("launch --workers none -- train c.yaml", "launch: invalid value for '--workers'"),
         ("launch --workers 0 -- train c.yaml", "launch: invalid value for '--workers'"),

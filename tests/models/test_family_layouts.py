@@ -16,7 +16,9 @@ from dsjax.config import from_dict
 from dsjax.mesh import named_leaves
 from dsjax.models import FAMILIES
 from dsjax.train.assemble import program_for
-from dsjax.train.generation import Sampling, tokens_after
+from dsjax.train.generation import Generator
+from dsjax.train.next_tokens import Prompt
+from dsjax.train.sampling import Sampling
 
 STEPS, TOLERANCE = 3, 1e-5
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -123,7 +125,8 @@ def test_a_family_trains_on_a_mesh_as_on_one_device(family: str, layout: str) ->
 def test_a_family_generates_what_it_finds_likeliest(family: str) -> None:
     _, _, made, state = on_one_device(family)
     prompt = [5, 3, 8, 60]
-    got = list(tokens_after(made, state, prompt, max_tokens=4, sampling=Sampling(temperature=0)))
+    found = Generator(made, Sampling(temperature=0)).answers(state, [Prompt(prompt, 4)])
+    got = [token for _, token in found if token is not None]
     model = nnx.merge(made.parts.graph, state.params, state.model_state, copy=True)
     model.eval()
     logits = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray([[*prompt, *got]], jnp.int32))[0]

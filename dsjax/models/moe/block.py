@@ -6,7 +6,7 @@ Letters of shapes: b batch, s sequence, k choices of a token, e experts, d hidde
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -186,6 +186,12 @@ class Mixture(nnx.Module):
         loss = (config.balance * balance + config.z * z) / config.layers
         loss = jnp.zeros(()) if self.deterministic else loss
         return y_bsd, loss, self._told(routed, counts, lax.stop_gradient(balance))
+
+    def take_all(self) -> None:
+        """No row is too many for an expert from now on: a sequence that is not whole yet has no even share."""
+        routing = replace(self.config.routing, capacity=None)
+        self.config = self.experts.config = replace(self.config, routing=routing)
+        self.router.routing = routing
 
     def _told(self, routed: Any, counts_bs: jax.Array, balance: jax.Array) -> dict[str, Any]:
         routing = self.config.routing
