@@ -89,7 +89,7 @@ class LatentAttention(nnx.Module):
         plain = q[..., : sizes.plain]
         if absorbed:
             # By the associative law: q (W c) = (q W) c, and sums of (W c) are W times sums of c.
-            kernel = self.kv_proj.kernel[...].astype(latent.dtype)
+            kernel = self.kv_proj.matrix().astype(latent.dtype)
             plain = jnp.einsum("bsnp,cnp->bsnc", plain, kernel[..., : sizes.plain])
             k = v = latent[:, :, None]
         else:

@@ -13,9 +13,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dsjax.errors import ConfigError
 from dsjax.grad_sync import Exchange, residual_specs
 from dsjax.grad_sync.residuals import shapes as residual_shapes
-from dsjax.mesh import Layout, path_name
+from dsjax.mesh import Layout, named_leaves, path_name
+from dsjax.models.adapters import is_adapter
 from dsjax.models.variables import Given
 from dsjax.train.optimizers import optimizer_shardings
 from dsjax.train.state import UNSCALED, Numbers, State, first_state
@@ -100,13 +102,22 @@ def declared_axes(model: nnx.Module) -> dict[str, Any]:
     return declared
 
 
-def trainable_filter(patterns: tuple[str, ...]) -> Any:
-    if not patterns:
+def trainable_filter(patterns: tuple[str, ...], params: nnx.State, adapted: bool = False) -> Any:
+    """Which of a model's variables train: parameters that patterns mean, and adapters; without either all.
+
+    Raises:
+      ConfigError: a pattern that means no parameter.
+    """
+    if not patterns and not adapted:
         return nnx.Param
+    paths = list(named_leaves(params))
+    idle = [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]
+    if idle:
+        raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(idle)}")
 
     def matches(path: tuple[Any, ...], value: Any) -> bool:
         name = "/".join(map(str, path))
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return (adapted and is_adapter(name)) or any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
     return nnx.All(nnx.Param, matches)
 

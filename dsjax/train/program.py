@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.config.exchange import DilocoConfig, GradSyncConfig
+from dsjax.config.lora import LoraConfig
 from dsjax.config.parallel import PipelineConfig
 from dsjax.errors import ConfigError, InputError
 from dsjax.grad_sync import Exchange, left_to_the_compiler, make_exchange
@@ -28,6 +29,7 @@ from dsjax.grad_sync.residuals import facts_of
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, process_rows
 from dsjax.mesh.topology import Topology
 from dsjax.models import Stages
+from dsjax.models.adapters import adapt, adapter_axes
 from dsjax.models.weights import WeightMap
 from dsjax.precision import Policy, histories_of
 from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter
@@ -50,6 +52,9 @@ from dsjax.train.stage_costs import Costs
 from dsjax.train.state import UNSCALED, Numbers, State, first_state, guards_of, means
 from dsjax.train.step import eval_step, train_step
 from dsjax.train.votes import cast
+
+# Apart from all other numbers that are folded into a run's key.
+_OF_ADAPTERS = 0x5EED_0003
 
 MakeOptimizer = Callable[[Callable[[str], Any]], optax.GradientTransformation]
 
@@ -87,7 +92,8 @@ class Program:
 
     Args:
       policy: which layer computes in which format.
-      trainable: path patterns of the parameters to train; empty: all.
+      trainable: path patterns of the parameters to train; empty: all, or with adapters those alone.
+      lora: the adapters.
       numbers: how they are kept in range.
       max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync, diloco: as in the config.
       topology: which devices are near to each other; by default as they say themselves.
@@ -108,6 +114,7 @@ class Program:
     fsdp_gather: str = "layer"
     policy: Policy = field(default_factory=Policy)
     trainable: tuple[str, ...] = ()
+    lora: LoraConfig = field(default_factory=LoraConfig)
     max_grad_norm: float | None = None
     numbers: Numbers = UNSCALED
     remat: str = "none"
@@ -144,12 +151,13 @@ class Program:
             gather_dtype=None if self.policy.dtype == self.numbers.params else self.policy.dtype,
             gather_narrow=self._applied.narrow,
         )
-        self._filter = trainable_filter(self.trainable)
+        if self.lora.rank:
+            own = adapter_axes(model, self.layout.names_of)
+            self.layout = replace(self.layout, param_axes={**own, **self.layout.param_axes})
+        self._filter = trainable_filter(self.trainable, nnx.state(model, nnx.Param), bool(self.lora.rank))
         model, injected = with_faults(self.numbers.wrong, model, self.mesh)
         graph, *states = nnx.split(model, self._filter, ...)
         params, model_state = jax.eval_shape(lambda *s: [*map(self._stored, s)], *states)
-        if self.trainable and not jax.tree.leaves(params):
-            raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(self.trainable)}")
         check_patterns(recipe.param_axes, nnx.state(model, nnx.Param))
         self.layout.check(nnx.state(model, nnx.Param))
         optimizer = optimizer_of(self.numbers, recipe.make_optimizer(self.layout.optimizer_names))
@@ -179,6 +187,9 @@ class Program:
         model = self.recipe.init(nnx.Rngs(key))
         if not isinstance(model, nnx.Module):
             raise ConfigError(f"init: returns a flax.nnx.Module, got {type(model).__name__}")
+        if self.lora.rank:
+            # By a key of its own: the model is drawn as it would be without.
+            adapt(model, self.lora, nnx.Rngs(jax.random.fold_in(key, _OF_ADAPTERS)))
         applied = (policy or self.policy).apply(model, self.numbers.params)
         if policy is None:
             self._applied = applied
