@@ -123,6 +123,20 @@ class Adapters:
         all_of = {end: {m for m in self._modules if _end(m) == end} for end in ends}
         return [name for end, own in ends.items() for name in ([end] if all_of[end] == set(own) else own)]
 
+    def refuse_of_experts(self) -> None:
+        """Refuses to write adapters that PEFT would take for experts': with transformers 5 it goes by the end alone.
+
+        Raises:
+          ConfigError: naming them.
+        """
+        experts = {_end(module) for module in self._modules if ".experts." in module}
+        meant = [module for module in self.parts if _end(module) in experts]
+        if meant:
+            raise ConfigError(
+                f"hf export: --adapter: PEFT would take the adapters of {meant[0]} for those of experts, which have "
+                "the same names; leave it out, which merges them, or train with lora.targets=[attention/*]"
+            )
+
     def tensors(self, get: Get) -> dict[str, np.ndarray]:
         """All tensors, from boxes of our adapters' parameters."""
         found: dict[str, np.ndarray] = {}

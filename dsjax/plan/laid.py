@@ -153,6 +153,10 @@ def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
     Raises:
       ConfigError: a mesh or parameters that do not fit the target, or a model of no family.
     """
+    if config.lora.rank:
+        raise ConfigError(
+            "lora.rank: formulas count all parameters as trained; a run with adapters is compiled"
+        )
     mesh = check_mesh(config, target)
     model = build(
         config.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -120,6 +121,24 @@ def trainable_filter(patterns: tuple[str, ...], params: nnx.State, adapted: bool
         return (adapted and is_adapter(name)) or any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
     return nnx.All(nnx.Param, matches)
+
+
+def trained_notes(in_order: Callable[[Any], Any], state: State, rank: int) -> list[str]:
+    """For people: how many of a model's parameters train, where some are frozen.
+
+    Args:
+      in_order: a tree as the pipeline stores it -> one with each layer once.
+      rank: of the adapters; 0: there are none.
+    """
+    frozen = state.model_state.filter(nnx.Param)
+    if not jax.tree.leaves(frozen):
+        return []
+    sizes = [
+        sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(in_order, t)))
+        for t in (state.params, frozen)
+    ]
+    adapters = f" (adapters of rank {rank})" if rank else ""
+    return [f"trains {sizes[0]:,} of {sum(sizes):,} parameters{adapters}"]
 
 
 def _variable_at(state: nnx.State, path: tuple[Any, ...]) -> Any:

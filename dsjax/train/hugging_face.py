@@ -217,6 +217,7 @@ def _export_adapters(
             "(optimizer.trainable); leave it out, which merges them"
         )
     adapters = Adapters(weights, {path: leaf.shape for path, leaf in leaves.items()})
+    adapters.refuse_of_experts()
     base = config.run.init_from
     named = base if base is not None and is_saved_model(base) else None
     count = save_adapters(directory, adapters, _merged(leaves, 0.0), adapters.settings(config.lora, named))

@@ -5,7 +5,6 @@ Nothing here knows of files or loops: model, loss, optimizer and mesh become fun
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,12 +30,12 @@ from dsjax.models import Stages
 from dsjax.models.adapters import adapt, adapter_axes
 from dsjax.models.weights import WeightMap
 from dsjax.precision import Policy, histories_of
-from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter
+from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter, trained_notes
 from dsjax.train.diloco import apart_notes, refuse_last_step, refuse_pipeline
 from dsjax.train.formats import held_params, optimizer_of
 from dsjax.train.given import Init, check_init, check_patterns
 from dsjax.train.gradients import StepParts
-from dsjax.train.host_batch import abstract, leading_rows, on_mesh, signature
+from dsjax.train.host_batch import abstract, leading_rows, on_mesh, same_everywhere, signature
 from dsjax.train.injected import with_faults
 from dsjax.train.memory import (
     compiled_bytes,
@@ -217,6 +215,7 @@ class Program:
         cut = {axis for axis, size in self.mesh.shape.items() if size > 1 and gpu}
         inside = {"pipeline"} if self.stacking else {"data"} if self.parts.exchange is not None else set()
         note = self.policy.notes(self._applied, cut - inside if inside & cut else set())
+        note = [*trained_notes(self.in_order, self.abstract_state, self.lora.rank), *note]
         if self.numbers.recompute and self.parts.exact is None:
             note += ["stability.on_nonfinite: all is fp32 already, so a step that is not finite is skipped"]
         return [*stages, *self._exchange_notes, *apart_notes(self.diloco, self.parts.exchange), *note]
@@ -343,13 +342,7 @@ class Program:
     def rows_are_alike(self, batch: Any) -> bool:
         """Whether all processes bring the same rows although the mesh gives each of them its own."""
         shards, mine = self._shards
-        if jax.process_count() == 1 or mine == shards:
-            return False
-        told = hashlib.blake2b(digest_size=8)
-        for leaf in jax.tree.leaves(batch):
-            told.update(np.ascontiguousarray(leaf).tobytes())
-        digest = np.frombuffer(told.digest(), np.uint32)
-        return bool(np.all(multihost_utils.process_allgather(digest) == digest))
+        return jax.process_count() > 1 and mine != shards and same_everywhere(batch)
 
     def place(self, batch: Any, step: int | None = None) -> Any:
         """This process's rows as arrays [A, B / A, ...] over the mesh.

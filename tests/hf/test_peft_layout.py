@@ -81,7 +81,8 @@ def test_a_merged_model_computes_what_the_adapted_one_did(name: str, tmp_path: P
 @pytest.mark.parametrize("stabilized", ["false", "true"])
 @pytest.mark.parametrize("name", KINDS)
 def test_adapters_come_back_as_they_went(name: str, stabilized: str, tmp_path: Path) -> None:
-    words = [f"lora.rank_stabilized={stabilized}"]
+    targets = ["lora.targets=attention/*"] if name.startswith("deepseek") else []
+    words = [f"lora.rank_stabilized={stabilized}", *targets]
     _, state = begun(name, tmp_path / "run", *words)
     assert export_run(str(tmp_path / "run"), str(tmp_path / "out"), None, None, 10**9, adapter=True) == 0
     _, again = begun(name, tmp_path / "again", *words, f"lora.init_from={tmp_path / 'out'}", kept=False)
@@ -191,6 +192,12 @@ def test_an_adapter_alone_is_refused_where_there_is_none_or_more_was_trained(tmp
         begun(name, tmp_path / run, *words)
         with pytest.raises(ConfigError, match=said):
             export_run(str(tmp_path / run), str(tmp_path / "out"), None, None, 10**9, adapter=True)
+
+
+def test_adapters_that_peft_would_take_for_experts_are_refused(tmp_path: Path) -> None:
+    begun("deepseek_v3-plain", tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"gate_proj for those of experts"):
+        export_run(str(tmp_path / "run"), str(tmp_path / "out"), None, None, 10**9, adapter=True)
 
 
 def test_a_run_begins_from_one_without_adapters_and_not_the_other_way(tmp_path: Path) -> None:
