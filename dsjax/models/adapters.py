@@ -27,6 +27,8 @@ A, B = "lora_a", "lora_b"
 """Names of an adapter's parameters."""
 RANK = "rank"
 """Name of the dimension that they share."""
+# Apart from all other numbers that are folded into a run's key.
+_OF_ADAPTERS = 0x5EED_0003
 
 
 def is_adapter(path: str) -> bool:
@@ -34,16 +36,18 @@ def is_adapter(path: str) -> bool:
     return path.rpartition("/")[2] in (A, B)
 
 
-def adapt(model: nnx.Module, config: LoraConfig, rngs: nnx.Rngs) -> None:
+def adapt(model: nnx.Module, config: LoraConfig, key: jax.Array) -> None:
     """Gives a model's layers the adapters that a config asks for, in place.
 
-    A is drawn as the PEFT library draws it: uniform within 1 / sqrt(inputs), as He et al. 2015 have it for a slope
-    of sqrt(5).
+    They are drawn apart from the model, which is what it would be without. A is drawn as the PEFT library draws it:
+    uniform within 1 / sqrt(inputs), as He et al. 2015 have it for a slope of sqrt(5).
 
     Raises:
       ConfigError: patterns that mean no layer, or one that cannot have an adapter.
     """
-    modules = _modules(model)
+    if not config.rank:
+        return
+    modules, rngs = _modules(model), nnx.Rngs(jax.random.fold_in(key, _OF_ADAPTERS))
     for path in _chosen(modules, config.targets):
         module: Any = modules[path]
         axes, own = _product_of(module)

@@ -51,9 +51,6 @@ from dsjax.train.state import UNSCALED, Numbers, State, first_state, guards_of, 
 from dsjax.train.step import eval_step, train_step
 from dsjax.train.votes import cast
 
-# Apart from all other numbers that are folded into a run's key.
-_OF_ADAPTERS = 0x5EED_0003
-
 MakeOptimizer = Callable[[Callable[[str], Any]], optax.GradientTransformation]
 
 
@@ -185,9 +182,7 @@ class Program:
         model = self.recipe.init(nnx.Rngs(key))
         if not isinstance(model, nnx.Module):
             raise ConfigError(f"init: returns a flax.nnx.Module, got {type(model).__name__}")
-        if self.lora.rank:
-            # By a key of its own: the model is drawn as it would be without.
-            adapt(model, self.lora, nnx.Rngs(jax.random.fold_in(key, _OF_ADAPTERS)))
+        adapt(model, self.lora, key)
         applied = (policy or self.policy).apply(model, self.numbers.params)
         if policy is None:
             self._applied = applied

@@ -98,7 +98,7 @@ def test_fresh_adapters_add_nothing_and_trained_ones_what_their_product_does(tmp
     _, _, _ = trained(tmp_path, {"fsdp": 1}, 0)
     plain = Net(rngs=nnx.Rngs(0))
     model = Net(rngs=nnx.Rngs(0))
-    adapt(model, LoraConfig(rank=3, alpha=6.0), nnx.Rngs(1))
+    adapt(model, LoraConfig(rank=3, alpha=6.0), jax.random.key(1))
     np.testing.assert_array_equal(np.asarray(model(x)), np.asarray(plain(x)))
     rng = np.random.default_rng(0)
     for path, leaf in named_leaves(nnx.state(model, nnx.Param)).items():
@@ -152,7 +152,7 @@ def test_what_else_is_asked_to_train_does(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_targets_that_can_have_none_are_refused(targets: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        adapt(Net(rngs=nnx.Rngs(0)), LoraConfig(rank=2, targets=[targets]), nnx.Rngs(1))
+        adapt(Net(rngs=nnx.Rngs(0)), LoraConfig(rank=2, targets=[targets]), jax.random.key(1))
 
 
 def program(*words: str, devices: int = 1) -> Any:
