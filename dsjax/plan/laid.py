@@ -155,7 +155,8 @@ def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
     """
     if config.lora.rank:
         raise ConfigError(
-            "lora.rank: formulas count all parameters as trained; a run with adapters is compiled"
+            "lora.rank: formulas count all parameters as trained; a plan of a run with adapters has to be compiled "
+            "(pip install 'dsjax[aot]'), one layout at a time"
         )
     mesh = check_mesh(config, target)
     model = build(

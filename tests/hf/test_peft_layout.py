@@ -54,9 +54,10 @@ def begun(name: str, run: Path, *words: str, devices: int = 1, kept: bool = True
     return program, state
 
 
-def logits_of(program: Any, state: Any) -> np.ndarray:
+def logits_of(program: Any, state: Any, **attributes: Any) -> np.ndarray:
     model = program.model(state)
     model.eval()
+    model.set_attributes(**attributes, raise_if_not_found=False)
     return np.asarray(model(jnp.asarray(np.random.default_rng(1).integers(0, 60, (2, 12)), jnp.int32)))
 
 
@@ -76,6 +77,9 @@ def test_a_merged_model_computes_what_the_adapted_one_did(name: str, tmp_path: P
     np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
     frozen = logits_of(program, replace(state, params=jax.tree.map(jnp.zeros_like, state.params)))
     assert np.abs(want - frozen).max() > 1e-2  # the adapters do something
+    if name.startswith("deepseek"):  # which reads a matrix itself where it generates
+        got = logits_of(program, state, absorbed=True)
+        np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("stabilized", ["false", "true"])
@@ -128,9 +132,7 @@ def test_one_adapter_for_queries_keys_and_values_is_read(tmp_path: Path) -> None
     out = tmp_path / "out"
     export_run(str(tmp_path / "run"), str(out), None, None, 10**9, adapter=True)
     told, tensors = json.loads((out / CONFIG).read_text()), load_file(out / WEIGHTS)
-    assert told["fan_in_fan_out"] and told["rank_pattern"] == {"c_attn": 9} == told["alpha_pattern"] | {
-        "c_attn": 9
-    }
+    assert told["fan_in_fan_out"] and told["rank_pattern"] == {"c_attn": 9}
     assert told["alpha_pattern"] == {"c_attn": 18.0}
     rng = np.random.default_rng(5)
     plain = {name: rng.normal(size=(3, v.shape[1]) if "lora_A" in name else (v.shape[0], 3)).astype(np.float32)
@@ -144,7 +146,7 @@ def test_one_adapter_for_queries_keys_and_values_is_read(tmp_path: Path) -> None
         f"lora.init_from={out}",
         kept=False,
     )
-    got, width = named_leaves(state.params), next(iter(plain.values())).shape[1]
+    got = named_leaves(state.params)
     for i, x in enumerate("qkv"):
         a = plain["base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"]
         b = plain["base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"]
@@ -152,7 +154,6 @@ def test_one_adapter_for_queries_keys_and_values_is_read(tmp_path: Path) -> None
         at = f"layers/attention/{x}_proj"
         np.testing.assert_array_equal(got[f"{at}/lora_a"][0], a.T)
         np.testing.assert_array_equal(got[f"{at}/lora_b"][0].reshape(3, size), b[i * size : (i + 1) * size].T)
-    assert width
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_an_adapter_alone_is_refused_where_there_is_none_or_more_was_trained(tmp
 
 def test_adapters_that_peft_would_take_for_experts_are_refused(tmp_path: Path) -> None:
     begun("deepseek_v3-plain", tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"gate_proj for those of experts"):
+    with pytest.raises(ConfigError, match=r"down_proj for those of experts"):
         export_run(str(tmp_path / "run"), str(tmp_path / "out"), None, None, 10**9, adapter=True)
 
 
