@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from dsjax.aot import Target
 from dsjax.config import Config
 from dsjax.data.rows import empty_rows
+from dsjax.errors import ConfigError
 from dsjax.grad_sync import Exchange, make_exchange
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves
 from dsjax.mesh.axes import SHARD_AXES

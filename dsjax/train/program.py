@@ -88,9 +88,8 @@ class Program:
     Args:
       policy: which layer computes in which format.
       trainable: path patterns of the parameters to train; empty: all, or with adapters those alone.
-      lora: the adapters.
       numbers: how they are kept in range.
-      max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync, diloco: as in the config.
+      lora, max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync, diloco: as in the config.
       topology: which devices are near to each other; by default as they say themselves.
       rows_a_pass: rows of a batch shard in a pass of the pipeline, where they are known.
       costs: of a layer, the embedding and the head, in any unit, where known: layers are shared out by them.
