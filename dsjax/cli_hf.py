@@ -54,6 +54,9 @@ def export(
         typer.Option(help="float32, bfloat16 or float16. Default: as the model came.", show_default=False),
     ] = None,
     shard_size: Annotated[str, typer.Option(help="Size of a file of weights.")] = "5GB",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The adapters alone (lora), as the PEFT library saves them.")
+    ] = False,
 ) -> int:
     """Write a run's weights as safetensors with config.json and tokenizer, as transformers reads them."""
 
@@ -64,7 +67,7 @@ def export(
 
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"--dtype: takes {', '.join(DTYPES)}, got {dtype}")
-        return export_run(run, directory, step, dtype, _bytes(shard_size))
+        return export_run(run, directory, step, dtype, _bytes(shard_size), adapter)
 
     return on_cpu(do)
 

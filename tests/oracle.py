@@ -38,7 +38,7 @@ PLAIN: Mapping[str, Any] = {
     "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
     "window": None, "layers": 5, "exchange": "plain", "restart": "none", "scaled": False,
     "model": "llama", "format": "fp32", "state_dtype": "float32", "on_nonfinite": "skip", "held": "none",
-    "clip": "fixed",
+    "clip": "fixed", "lora": "none",
 }  # fmt: skip
 """One device, fp32, no tricks."""
 EXCHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -60,7 +60,13 @@ HELD: Mapping[str, Mapping[str, Any]] = {
     "gradients": {"gradients": "bfloat16"},
     "both": {"params": "bfloat16", "gradients": "bfloat16"},
 }
-COMPUTED = ("model", "rows", "dropout", "tied", "optimizer", "window", "layers")
+# Adapters; with a large factor, so that five steps show in all gradients. Beside them some of the model may train.
+ADAPTERS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "all": {"rank": 3, "alpha": 24.0},
+    "some": {"rank": 2, "alpha": 16.0, "dropout": 0.2, "targets": ["*[qonp]_proj"]},
+}
+COMPUTED = ("model", "rows", "dropout", "tied", "optimizer", "window", "layers", "lora")
 
 
 def devices_of(settings: Mapping[str, Any]) -> int:
@@ -142,6 +148,7 @@ def config_of(settings: Mapping[str, Any]) -> Any:
                 "kind": settings["optimizer"], "learning_rate": RATE, "eps": 1e-4, "max_grad_norm": 1.0,
                 "schedule": {"warmup_steps": 2}, "state_dtype": settings["state_dtype"],
             },
+            "lora": ADAPTERS[settings["lora"]],
             "precision": {
                 **FORMATS[settings["format"]], **HELD[settings["held"]], "loss_scale": {"initial": 1024.0},
             },
@@ -203,6 +210,8 @@ def program_of(settings: Mapping[str, Any], devices: Any = None) -> Program:
         rows_a_pass=BATCH // parts,
         max_grad_norm=config.optimizer.max_grad_norm,
         numbers=numbers,
+        trainable=("norm/scale", "layers/*_norm/scale") if settings["lora"] == "some" else (),
+        lora=config.lora,
         policy=Policy.of(config.precision, "cpu"),
         # How the devices share the work is settled before this level counts; compiling takes half the time.
         compiler_options={"xla_backend_optimization_level": 0},

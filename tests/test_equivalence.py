@@ -50,6 +50,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "restart": ("none", "memory", "disk"),
     # A loss scale, as fp16 needs it, is a power of two and changes no number of fp32.
     "scaled": (False, True),
+    "lora": ("none", "all", "some"),
 }
 PRODUCT = (*AXES, "gradient_accumulation_steps", "remat", "rows")
 DEVICES = 8

@@ -33,6 +33,7 @@ from dsjax.config.fields import (
     not_zero,
     one_or_many,
 )
+from dsjax.config.lora import LoraConfig
 from dsjax.config.parallel import MeshConfig, PipelineConfig
 from dsjax.config.precision import PrecisionConfig, StabilityConfig
 from dsjax.errors import DsjaxError
@@ -378,6 +379,7 @@ class Config(Section):
     data: DataConfig = Field(default_factory=DataConfig, description="Data.")
     eval: EvalConfig = Field(default_factory=EvalConfig, description="Evaluation.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer.")
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="Precision.")
     stability: StabilityConfig = Field(default_factory=StabilityConfig, description="Stability.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
@@ -403,6 +405,8 @@ class Config(Section):
             faults.append(
                 "eval.every: nothing to evaluate; name eval.sets or hold documents out (data.holdout)"
             )
+        if self.lora.init_from and not self.lora.rank:
+            faults.append("lora.init_from: there are no adapters to start with; set lora.rank to theirs")
         if faults:
             raise ValueError("\n".join(faults))
         return self

@@ -9,7 +9,7 @@ from typing import Literal
 from dsjax.errors import ConfigError, InputError
 
 SCHEME = "hf://"
-What = Literal["config", "tokenizer", "weights"]
+What = Literal["config", "tokenizer", "weights", "adapter"]
 SETTINGS = ("config.json", "generation_config.json")
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -20,6 +20,7 @@ _WANTED: Mapping[What, Sequence[str]] = {
     "config": SETTINGS,
     "tokenizer": TOKENIZER,
     "weights": (*SETTINGS, *TOKENIZER, *WEIGHTS),
+    "adapter": ("adapter_config.json", "adapter_model.safetensors"),
 }
 
 

@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsjax.hf.tensors import Tensors
+from dsjax.hf.tensors import Readable
 from dsjax.mesh import map_named
 from dsjax.models.weights import Box, WeightMap
 
 
 def loaded(
-    tree: Any, weights: WeightMap, tensors: Tensors, slots: Callable[[str], Sequence[int] | np.ndarray]
+    tree: Any, weights: WeightMap, tensors: Readable, slots: Callable[[str], Sequence[int] | np.ndarray]
 ) -> Any:
     """A tree of variables with the weights in place of those that it has; its arrays are given up.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -42,6 +42,15 @@ class _Stored:
         if not math.prod(self.shape):
             return np.zeros(self.shape, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+
+
+class Readable(Protocol):
+    """Tensors of which boxes are read: their shapes by name, and a box of one."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def get(self, name: str, box: Box) -> np.ndarray:
+        """A box of a tensor."""
 
 
 class Tensors:

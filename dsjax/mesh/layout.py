@@ -32,7 +32,7 @@ _BOTH = ("tensor", "tensor_rows")
 
 PARAM_RULES: Mapping[str, tuple[str, ...]] = {
     "layers": (), "embed": ("tensor_rows", *SHARD_AXES), "mlp": ("tensor",), "heads": ("tensor",),
-    "kv_heads": ("tensor",), "head_dim": (), "vocab": ("tensor",), "expert": ("expert",),
+    "kv_heads": ("tensor",), "head_dim": (), "vocab": ("tensor",), "expert": ("expert",), "rank": (),
 }  # fmt: skip
 ACTIVATION_RULES: Mapping[str, tuple[str, ...]] = {
     "batch": BATCH_AXES, "sequence": ("context",), "residual": ("context", "tensor"),

@@ -89,7 +89,7 @@ class LatentAttention(Decodes):
         plain = q[..., : sizes.plain]
         if cache is not None:
             # By the associative law: q (W c) = (q W) c, and sums of (W c) are W times sums of c.
-            kernel = self.kv_proj.kernel[...].astype(latent.dtype)
+            kernel = self.kv_proj.matrix().astype(latent.dtype)
             plain = jnp.einsum("bsnp,cnp->bsnc", plain, kernel[..., : sizes.plain])
             k = v = latent[:, :, None]
         else:

@@ -22,7 +22,7 @@ from dsjax.mesh import Layout, constrain, current_layout, gathered
 
 __all__ = [
     "MLP", "Activation", "Embedding", "GatedMLP", "Init", "LayerNorm", "Linear", "Matrix", "RMSNorm", "cut_axes",
-    "gather_sequence", "normal", "rms_norm", "xavier_uniform",
+    "gather_sequence", "normal", "product", "rms_norm", "xavier_uniform",
 ]  # fmt: skip
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -68,6 +68,10 @@ class Matrix(nnx.Module):
         self.dtype: Any = None
         self.kernel = nnx.Param(init(rngs.params(), (*inputs, *outputs), jnp.float32))
 
+    def matrix(self) -> jax.Array:
+        """The kernel, with what an adapter adds to it (`dsjax.models.adapters`)."""
+        return self.kernel[...]
+
 
 class Linear(Matrix):
     """A projection from the last dimensions of its input to new ones; a bias, if it has one, begins as zeros.
@@ -85,13 +89,13 @@ class Linear(Matrix):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel[...]
         dtype = self.dtype or kernel.dtype
-        y = _product(
+        y = product(
             self.dot_general or jax.lax.dot_general, x.astype(dtype), kernel.astype(dtype), self.contracted
         )
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
-def _product(dot_general: Any, x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
+def product(dot_general: Any, x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
     """x [..., *inputs] times kernel [*inputs, *outputs], as one product of two matrices where that is free.
 
     XLA's CPU library takes a weight's gradient over two token dimensions nearly twice as long as over

@@ -165,6 +165,10 @@ class WeightMap:
         """Names and shapes of all tensors."""
         return {name: holders[0][0].extent for name, holders in self._tensors.items()}
 
+    def entries(self, path: str) -> list[Entry]:
+        """Those of a parameter."""
+        return [mapped.entry for mapped in self._of[path]]
+
     def stacked(self, path: str) -> int:
         """How many leading dimensions of a parameter number its tensors."""
         return len(self._of[path][0].stack)

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from dsjax.aot import Target
 from dsjax.config import Config
 from dsjax.data.rows import empty_rows
+from dsjax.errors import ConfigError
 from dsjax.grad_sync import Exchange, make_exchange
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves
 from dsjax.mesh.axes import SHARD_AXES
@@ -153,6 +154,11 @@ def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
     Raises:
       ConfigError: a mesh or parameters that do not fit the target, or a model of no family.
     """
+    if config.lora.rank:
+        raise ConfigError(
+            "lora.rank: formulas count all parameters as trained; a plan of a run with adapters has to be compiled "
+            "(pip install 'dsjax[aot]'), one layout at a time"
+        )
     mesh = check_mesh(config, target)
     model = build(
         config.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +14,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dsjax.errors import ConfigError
 from dsjax.grad_sync import Exchange, residual_specs
 from dsjax.grad_sync.residuals import shapes as residual_shapes
-from dsjax.mesh import Layout, path_name
+from dsjax.mesh import Layout, named_leaves, path_name
+from dsjax.models.adapters import is_adapter
 from dsjax.models.variables import Given
 from dsjax.train.optimizers import optimizer_shardings
 from dsjax.train.state import UNSCALED, Numbers, State, first_state
@@ -100,15 +103,42 @@ def declared_axes(model: nnx.Module) -> dict[str, Any]:
     return declared
 
 
-def trainable_filter(patterns: tuple[str, ...]) -> Any:
-    if not patterns:
+def trainable_filter(patterns: tuple[str, ...], params: nnx.State, adapted: bool = False) -> Any:
+    """Which of a model's variables train: parameters that patterns mean, and adapters; without either all.
+
+    Raises:
+      ConfigError: a pattern that means no parameter.
+    """
+    if not patterns and not adapted:
         return nnx.Param
+    paths = list(named_leaves(params))
+    idle = [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]
+    if idle:
+        raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(idle)}")
 
     def matches(path: tuple[Any, ...], value: Any) -> bool:
         name = "/".join(map(str, path))
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return (adapted and is_adapter(name)) or any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
     return nnx.All(nnx.Param, matches)
+
+
+def trained_notes(in_order: Callable[[Any], Any], state: State, rank: int) -> list[str]:
+    """For people: how many of a model's parameters train, where some are frozen.
+
+    Args:
+      in_order: a tree as the pipeline stores it -> one with each layer once.
+      rank: of the adapters; 0: there are none.
+    """
+    frozen = state.model_state.filter(nnx.Param)
+    if not jax.tree.leaves(frozen):
+        return []
+    sizes = [
+        sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(in_order, t)))
+        for t in (state.params, frozen)
+    ]
+    adapters = f" (adapters of rank {rank})" if rank else ""
+    return [f"trains {sizes[0]:,} of {sum(sizes):,} parameters{adapters}"]
 
 
 def _variable_at(state: nnx.State, path: tuple[Any, ...]) -> Any:

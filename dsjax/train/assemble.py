@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -120,13 +120,15 @@ def program_for(
 
 
 def _model(config: Config, platform: str, vocab_size: int | None) -> ModelSpec:
-    return build(
+    model = build(
         config.model,
         platform=platform,
         vocab_size_hint=vocab_size,
         remat=config.train.remat,
         max_length=config.train.sequence_length,
     )
+    # Its FLOPs are of a step that makes the gradients of all matrices.
+    return replace(model, flops_per_token=lambda length: None) if config.lora.rank else model
 
 
 def _loss(model: ModelSpec) -> Callable[[Any, Any], Any]:

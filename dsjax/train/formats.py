@@ -11,6 +11,7 @@ from flax import nnx
 
 from dsjax.mesh import Layout, is_matrix, map_named
 from dsjax.mesh.paths import path_name
+from dsjax.models.adapters import is_adapter
 from dsjax.precision.rounding import add_stochastic_rounding, in_float32
 from dsjax.train.state import Numbers
 
@@ -24,7 +25,8 @@ def held_params(layout: Layout, numbers: Numbers, variables: nnx.State) -> nnx.S
         return variables
 
     def one(path: Any, variable: Any) -> Any:
-        if not isinstance(variable, nnx.Param):
+        # What adapters learn is small beside what it is added to: they stay in fp32.
+        if not isinstance(variable, nnx.Param) or is_adapter(path_name(path)):
             return variable
         return variable.replace(_held(layout, path_name(path), variable[...], numbers.params))
 

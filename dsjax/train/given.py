@@ -23,7 +23,7 @@ from dsjax.train.state import State
 # The settings that a trainer of a script has; its model, data and optimizer are the script's own.
 SCRIPTS_OWN = {
     "run": True, "runtime": True, "mesh": True, "pipeline": True, "eval": True, "precision": True, "stability": True,
-    "checkpoint": True, "observe": True, "grad_sync": True, "diloco": True,
+    "checkpoint": True, "observe": True, "grad_sync": True, "diloco": True, "lora": True,
     "train": {"steps", "gradient_accumulation_steps", "remat", "fsdp_gather"},
 }  # fmt: skip
 

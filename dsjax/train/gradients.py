@@ -194,12 +194,13 @@ def started(loss: jax.Array, seed: jax.Array | None) -> jax.Array:
 def _kept_state(model: nnx.Module, before: nnx.State) -> nnx.State:
     """The model's non-trainable variables after the loss; random streams go back to their start.
 
-    A stream's position is a function of the step (`randomness.at_step`), not something to carry.
+    A stream's position is a function of the step (`randomness.at_step`), not something to carry. Frozen parameters
+    stay what they were.
     """
     after = dict(nnx.state(model).flat_state())
 
     def kept(path: tuple[Any, ...], variable: Any) -> Any:
-        if isinstance(variable, nnx.RngState):
+        if isinstance(variable, nnx.RngState | nnx.Param):
             return variable
         return variable.replace(jax.lax.stop_gradient(after[path][...]).astype(variable[...].dtype))
 

@@ -102,6 +102,8 @@ class _Microbatch:
         self._states = split_stack(self.stages, at_step(model_state, given.step, number))
         self._layers, self.rest = split_stack(self.stages, params)
         self._layer_graph = nnx.split(stack_of(self._model(self.rest), self.stages))[0]
+        frozen, self._others = nnx.split_state(self._states[0], nnx.Param, ...)
+        self._whole = nnx.merge_state(self._layers, frozen)
 
     def _model(self, rest: Any) -> nnx.Module:
         variables = (
@@ -126,22 +128,28 @@ class _Microbatch:
 
     def handles(self, start: int, end: int) -> Any:
         """What takes the gradients of layers: nothing is computed with its numbers."""
-        return jax.tree.map(lambda leaf: jnp.zeros((end - start, *leaf.shape[1:]), leaf.dtype), self._layers)
+        return _handles(self._layers, start, end)
 
     def group(self, start: int, end: int) -> Any:
         """A function of (handles, x) through layers [start, end): ((x, what they add to the loss), extras)."""
-        state = jax.tree.map(lambda leaf: leaf[start:end], self._states[0])
+        others = jax.tree.map(lambda leaf: leaf[start:end], self._others)
+        whole = _handles(self._whole, start, end)
 
         def run(handles: Any, x: Any) -> Any:
-            module = nnx.merge(self._layer_graph, handles, state, copy=True)
+            variables = nnx.merge_state(whole, handles)
+            module = nnx.merge(self._layer_graph, variables, others, copy=True)
             module.train()
             with self._now():
                 x, added, extras = through_layers(
-                    self.stages, module, x, self._batch, source=(self._layers, start)
+                    self.stages, module, x, self._batch, source=(self._whole, start)
                 )
             return (x, added), extras
 
         return run
+
+
+def _handles(layers: Any, start: int, end: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros((end - start, *leaf.shape[1:]), leaf.dtype), layers)
 
 
 class _Leaving:

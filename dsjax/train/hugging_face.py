@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,16 @@ from dsjax.config import Config, load
 from dsjax.config.schema import MeshConfig, ModelConfig
 from dsjax.data.tokenizer import TOKENIZER_FILE, HuggingFaceTokenizer, load_tokenizer
 from dsjax.errors import ConfigError, InputError
-from dsjax.hf.hub import local
+from dsjax.hf.hub import is_saved_model, local
+from dsjax.hf.peft import Adapters
+from dsjax.hf.peft import save as save_adapters
 from dsjax.hf.save import DTYPES, KEPT, Side, save
 from dsjax.hf.tensors import Tensors
 from dsjax.mesh import named_leaves
 from dsjax.models import FAMILIES, ModelSpec, build
+from dsjax.models.adapters import A, B, merged, split_of
 from dsjax.models.families import FamilyConfig
+from dsjax.models.weights import Box, Get, WeightMap
 from dsjax.observe.logs import EventLog
 from dsjax.train.assemble import program_for
 from dsjax.train.program import Program
@@ -115,10 +119,13 @@ def _laid_out(config: Config, devices: Sequence[jax.Device]) -> tuple[Program, M
 # ---- export ----------------------------------------------------------------------------------------
 
 
-def export_run(run: str, directory: str, step: int | None, dtype: str | None, shard_bytes: int) -> int:
-    """Writes a run's checkpoint as a saved model.
+def export_run(
+    run: str, directory: str, step: int | None, dtype: str | None, shard_bytes: int, adapter: bool = False
+) -> int:
+    """Writes a run's checkpoint as a saved model, adapters merged into its matrices.
 
     Args:
+      adapter: write the adapters alone, as the PEFT library does.
       step: of the checkpoint; None: the newest.
       dtype: of the tensors; None: that of the model that the run began with, or of its parameters.
 
@@ -138,8 +145,13 @@ def export_run(run: str, directory: str, step: int | None, dtype: str | None, sh
     if family.unsaved():
         raise ConfigError(family.unsaved())
     store = DiskCheckpoints(config.checkpoint.disk.directory(run), config.checkpoint.disk)
-    get, side = _parameters(program, store, step), _side(config, family, Path(run))
-    weights = family.weights()
+    leaves, weights = _parameters(program, store, step), family.weights()
+    if adapter:
+        return _export_adapters(Path(directory), stored, leaves, weights)
+    get, side = (
+        _merged(leaves, stored.lora.scale if stored.lora.rank else 0.0),
+        _side(config, family, Path(run)),
+    )
     known = str(side.config.get("dtype") or side.config.get("torch_dtype"))
     dtype = dtype or (known if known in DTYPES else stored.precision.params)
     settings = {**side.config, "dtype" if "dtype" in side.config else "torch_dtype": dtype}
@@ -158,10 +170,8 @@ def export_run(run: str, directory: str, step: int | None, dtype: str | None, sh
     return 0
 
 
-def _parameters(
-    program: Program, store: DiskCheckpoints, step: int | None
-) -> Callable[[str, Any], np.ndarray]:
-    """Reads boxes of a checkpoint's parameters, layers in order."""
+def _parameters(program: Program, store: DiskCheckpoints, step: int | None) -> dict[str, np.ndarray]:
+    """A checkpoint's parameters by path, layers in order."""
     step = store.latest_step() if step is None else step
     if step is None:
         raise InputError(f"hf export: {store.directory} holds no checkpoint")
@@ -171,9 +181,50 @@ def _parameters(
         store.facts(step), {n: part for n, part in parts.items() if jax.tree.leaves(part)}
     )
     parts = back(store.restore_part(step, like))
-    leaves = {name: np.asarray(leaf) for part in parts.values() for name, leaf in named_leaves(part).items()
-              if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}  # fmt: skip
-    return lambda path, box: leaves[path][tuple(slice(*span) for span in box)]
+    return {name: np.asarray(leaf) for part in parts.values() for name, leaf in named_leaves(part).items()
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}  # fmt: skip
+
+
+def _merged(leaves: Mapping[str, np.ndarray], scale: float) -> Get:
+    """Reads boxes of parameters, kernels with what adapters add to them, in fp32."""
+
+    def get(path: str, box: Box) -> np.ndarray:
+        cut = tuple(slice(*span) for span in box)
+        whole, layer = leaves[path], path.removesuffix("/kernel")
+        if f"{layer}/{A}" not in leaves:
+            return whole[cut]
+        a, b = leaves[f"{layer}/{A}"], leaves[f"{layer}/{B}"]
+        stack, inputs = split_of(whole, a, b)
+        lead, into, out = cut[:stack], cut[stack : stack + inputs], cut[stack + inputs :]
+        return merged(whole[cut].astype(np.float32), a[(*lead, *into)], b[(*lead, slice(None), *out)], scale)
+
+    return get
+
+
+def _export_adapters(
+    directory: Path, config: Config, leaves: Mapping[str, np.ndarray], weights: WeightMap
+) -> int:
+    """Writes a run's adapters as PEFT does.
+
+    Raises:
+      ConfigError: there are none, or more than they was trained.
+    """
+    if not config.lora.rank:
+        raise ConfigError("hf export: --adapter: the run has no adapters (lora.rank is 0); leave it out")
+    if config.optimizer.trainable:
+        raise ConfigError(
+            f"hf export: --adapter writes adapters alone, and {', '.join(config.optimizer.trainable)} trained as well "
+            "(optimizer.trainable); leave it out, which merges them"
+        )
+    adapters = Adapters(weights, {path: leaf.shape for path, leaf in leaves.items()})
+    adapters.refuse_of_experts()
+    base = config.run.init_from
+    named = base if base is not None and is_saved_model(base) else None
+    count = save_adapters(directory, adapters, _merged(leaves, 0.0), adapters.settings(config.lora, named))
+    print(f"{count} tensors of adapters of rank {config.lora.rank}: {directory}")
+    if named is None:
+        print(f"they belong to what the run began with ({base or 'random weights'}), which is no saved model")
+    return 0
 
 
 def _side(config: Config, family: FamilyConfig, run: Path) -> Side:

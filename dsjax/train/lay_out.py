@@ -48,6 +48,7 @@ def lay_out(
         costs=_costs(recipe, config, mesh),
         policy=Policy.of(config.precision, platform),
         trainable=tuple(config.optimizer.trainable),
+        lora=config.lora,
         max_grad_norm=config.optimizer.max_grad_norm,
         numbers=numbers_of(config, platform, mesh.shape["pipeline"], wrong),
         remat=train.remat if recipe.remat_by_step else "none",

@@ -137,8 +137,10 @@ def _muon_dimensions(names: Sequence[str | None] | None, ndim: int) -> Any:
     numbers = optax.contrib.MuonDimensionNumbers
     if names is None or len(names) != ndim:
         return numbers((ndim - 2,), (ndim - 1,))
-    embed = tuple(i for i, name in enumerate(names) if name == "embed")
-    rest = tuple(i for i, name in enumerate(names) if name not in ("embed", "layers", "expert"))
+    # An adapter's matrices have their rank on one side.
+    side = "rank" if "rank" in names else "embed"
+    embed = tuple(i for i, name in enumerate(names) if name == side)
+    rest = tuple(i for i, name in enumerate(names) if name not in (side, "layers", "expert"))
     if not embed or not rest:
         return numbers((ndim - 2,), (ndim - 1,))
     return numbers(embed, rest) if embed < rest else numbers(rest, embed)

@@ -5,7 +5,6 @@ Nothing here knows of files or loops: model, loss, optimizer and mesh become fun
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dsjax.config.exchange import DilocoConfig, GradSyncConfig
+from dsjax.config.lora import LoraConfig
 from dsjax.config.parallel import PipelineConfig
 from dsjax.errors import ConfigError, InputError
 from dsjax.grad_sync import Exchange, left_to_the_compiler, make_exchange
@@ -28,14 +27,15 @@ from dsjax.grad_sync.residuals import facts_of
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves, process_rows
 from dsjax.mesh.topology import Topology
 from dsjax.models import Stages
+from dsjax.models.adapters import adapt, adapter_axes
 from dsjax.models.weights import WeightMap
 from dsjax.precision import Policy, histories_of
-from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter
+from dsjax.train.abstract_state import abstract_state, declared_axes, trainable_filter, trained_notes
 from dsjax.train.diloco import apart_notes, refuse_last_step, refuse_pipeline
 from dsjax.train.formats import held_params, optimizer_of
 from dsjax.train.given import Init, check_init, check_patterns
 from dsjax.train.gradients import StepParts
-from dsjax.train.host_batch import abstract, leading_rows, on_mesh, signature
+from dsjax.train.host_batch import abstract, leading_rows, on_mesh, same_everywhere, signature
 from dsjax.train.injected import with_faults
 from dsjax.train.memory import (
     compiled_bytes,
@@ -87,9 +87,9 @@ class Program:
 
     Args:
       policy: which layer computes in which format.
-      trainable: path patterns of the parameters to train; empty: all.
+      trainable: path patterns of the parameters to train; empty: all, or with adapters those alone.
       numbers: how they are kept in range.
-      max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync, diloco: as in the config.
+      lora, max_grad_norm, remat, accumulation, fsdp_gather, pipeline, grad_sync, diloco: as in the config.
       topology: which devices are near to each other; by default as they say themselves.
       rows_a_pass: rows of a batch shard in a pass of the pipeline, where they are known.
       costs: of a layer, the embedding and the head, in any unit, where known: layers are shared out by them.
@@ -108,6 +108,7 @@ class Program:
     fsdp_gather: str = "layer"
     policy: Policy = field(default_factory=Policy)
     trainable: tuple[str, ...] = ()
+    lora: LoraConfig = field(default_factory=LoraConfig)
     max_grad_norm: float | None = None
     numbers: Numbers = UNSCALED
     remat: str = "none"
@@ -144,12 +145,13 @@ class Program:
             gather_dtype=None if self.policy.dtype == self.numbers.params else self.policy.dtype,
             gather_narrow=self._applied.narrow,
         )
-        self._filter = trainable_filter(self.trainable)
+        if self.lora.rank:
+            own = adapter_axes(model, self.layout.names_of)
+            self.layout = replace(self.layout, param_axes={**own, **self.layout.param_axes})
+        self._filter = trainable_filter(self.trainable, nnx.state(model, nnx.Param), bool(self.lora.rank))
         model, injected = with_faults(self.numbers.wrong, model, self.mesh)
         graph, *states = nnx.split(model, self._filter, ...)
         params, model_state = jax.eval_shape(lambda *s: [*map(self._stored, s)], *states)
-        if self.trainable and not jax.tree.leaves(params):
-            raise ConfigError(f"optimizer.trainable: no parameter matches {', '.join(self.trainable)}")
         check_patterns(recipe.param_axes, nnx.state(model, nnx.Param))
         self.layout.check(nnx.state(model, nnx.Param))
         optimizer = optimizer_of(self.numbers, recipe.make_optimizer(self.layout.optimizer_names))
@@ -179,6 +181,7 @@ class Program:
         model = self.recipe.init(nnx.Rngs(key))
         if not isinstance(model, nnx.Module):
             raise ConfigError(f"init: returns a flax.nnx.Module, got {type(model).__name__}")
+        adapt(model, self.lora, key)
         applied = (policy or self.policy).apply(model, self.numbers.params)
         if policy is None:
             self._applied = applied
@@ -206,6 +209,7 @@ class Program:
         cut = {axis for axis, size in self.mesh.shape.items() if size > 1 and gpu}
         inside = {"pipeline"} if self.stacking else {"data"} if self.parts.exchange is not None else set()
         note = self.policy.notes(self._applied, cut - inside if inside & cut else set())
+        note = [*trained_notes(self.in_order, self.abstract_state, self.lora.rank), *note]
         if self.numbers.recompute and self.parts.exact is None:
             note += ["stability.on_nonfinite: all is fp32 already, so a step that is not finite is skipped"]
         return [*stages, *self._exchange_notes, *apart_notes(self.diloco, self.parts.exchange), *note]
@@ -332,13 +336,7 @@ class Program:
     def rows_are_alike(self, batch: Any) -> bool:
         """Whether all processes bring the same rows although the mesh gives each of them its own."""
         shards, mine = self._shards
-        if jax.process_count() == 1 or mine == shards:
-            return False
-        told = hashlib.blake2b(digest_size=8)
-        for leaf in jax.tree.leaves(batch):
-            told.update(np.ascontiguousarray(leaf).tobytes())
-        digest = np.frombuffer(told.digest(), np.uint32)
-        return bool(np.all(multihost_utils.process_allgather(digest) == digest))
+        return jax.process_count() > 1 and mine != shards and same_everywhere(batch)
 
     def place(self, batch: Any, step: int | None = None) -> Any:
         """This process's rows as arrays [A, B / A, ...] over the mesh.

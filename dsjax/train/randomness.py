@@ -100,6 +100,13 @@ def _mask(stream: Any, keep: float, shape: tuple[int, ...], context: ExampleCont
     return draw(keys)
 
 
+def _is_flat(inputs: jax.Array, context: ExampleContext) -> bool:
+    """Whether these are activations [B * S, ...], as some layers take them on one device."""
+    if context.positions is None or inputs.ndim != 2 or len(context.positions) == 1:
+        return False
+    return inputs.shape[0] == len(context.examples) * len(context.positions)
+
+
 _flax_dropout = nnx.Dropout.__call__
 
 
@@ -107,6 +114,9 @@ def _dropout(
     self: nnx.Dropout, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None
 ) -> jax.Array:
     context = _context.get()
+    if context is not None and _is_flat(inputs, context) and not self.broadcast_dims:
+        rows = inputs.reshape(len(context.examples), len(context.positions), -1)
+        return _dropout(self, rows, deterministic=deterministic, rngs=rngs).reshape(inputs.shape)
     stream = self.rngs if rngs is None else rngs
     if isinstance(stream, nnx.Rngs):
         stream = stream[self.rng_collection]

@@ -18,9 +18,11 @@ from dsjax.config import Config
 from dsjax.errors import ConfigError, Damaged, InputError
 from dsjax.hf.hub import is_saved_model, local
 from dsjax.hf.load import loaded
+from dsjax.hf.peft import Adapters, Saved
 from dsjax.hf.save import KEPT, Side
 from dsjax.hf.tensors import Tensors
 from dsjax.mesh import map_named, named_leaves
+from dsjax.models.adapters import is_adapter
 from dsjax.models.moe.router import RouterBias
 from dsjax.processes import gather, together
 from dsjax.train.carried import Guards, Kept, Workers, with_params
@@ -227,12 +229,17 @@ def _refuse_if_never(latest: int | None, resume: str, where: Any) -> None:
 
 
 def fresh_state(program: Program, config: Config) -> State:
-    """The state of a run that has none yet: new, or with the parameters that `run.init_from` names.
+    """The state of a run that has none yet: new, or with what `run.init_from` and `lora.init_from` name.
 
     Raises:
-      ConfigError, InputError: they are not there, or of another model.
+      ConfigError, InputError: it is not there, or of another model.
     """
-    state, source = program.init(config.run.seed), config.run.init_from
+    state = _begun(program, program.init(config.run.seed), config)
+    return state if config.lora.init_from is None else _with_adapters(program, state, config)
+
+
+def _begun(program: Program, state: State, config: Config) -> State:
+    source = config.run.init_from
     if source is None:
         return state
     if is_saved_model(source):
@@ -255,6 +262,14 @@ def _from_run(program: Program, state: State, other: DiskCheckpoints, step: int)
         if isinstance(variable, nnx.Param | RouterBias)
     }
     there = named_leaves(together(lambda: stored_arrays(other.directory / str(step))))
+    known = {name.partition("/")[2] for name in there}
+    if any(map(is_adapter, known)) and not any(map(is_adapter, wanted)):
+        raise InputError(
+            f"run.init_from: {other.directory} holds adapters, and this run has none; set lora as that run has it, or "
+            "merge them into a saved model (dsjax hf export) and start from that"
+        )
+    # Adapters begin fresh beside a model that has none.
+    wanted = {path: leaf for path, leaf in wanted.items() if path in known or not is_adapter(path)}
     like: dict[str, dict[str, Any]] = {}
     for path, leaf in wanted.items():
         part = "model_state" if f"model_state/{path}" in there else "params"
@@ -272,6 +287,20 @@ def _from_run(program: Program, state: State, other: DiskCheckpoints, step: int)
         for tree in (state.params, state.model_state)
     )
     return with_params(program, replace(state, model_state=model_state), params)
+
+
+def _with_adapters(program: Program, state: State, config: Config) -> State:
+    """The state with adapters that the PEFT library saved."""
+    key, source = "lora.init_from", str(config.lora.init_from)
+    if program.recipe.weights is None:
+        raise ConfigError(
+            f"{key}: {source} is of a model of Hugging Face's, and model.kind is one of your own"
+        )
+    directory = together(lambda: local(source, key, "adapter"))
+    shapes = named_leaves(jax.eval_shape(program.in_order, state.params))
+    adapters = Adapters(program.recipe.weights(), {path: leaf.shape for path, leaf in shapes.items()})
+    saved = together(lambda: Saved(directory, adapters, config.lora))
+    return with_params(program, state, loaded(state.params, adapters.map, saved, program.slots))
 
 
 def _from_saved_model(program: Program, state: State, source: str, run: Path) -> State:

@@ -68,7 +68,7 @@ class Trainer:
         `fsdp` along the largest dimension. A model's Flax partitioning metadata counts too.
       trainable: path patterns of the parameters to train; empty: all.
       stages: the model cut for a mesh with `pipeline` (`dsjax.Stages`); `loss` may then be left out.
-      run, runtime, pipeline, grad_sync, diloco, eval, precision, stability, checkpoint, observe: the config's
+      run, runtime, lora, pipeline, grad_sync, diloco, eval, precision, stability, checkpoint, observe: the config's
         sections of these names, as mappings.
       compiler_options: XLA options of the step, over those of the platform's preset.
       allow_config_change: resume although settings differ from those the run was started with.
@@ -96,6 +96,7 @@ class Trainer:
         stages: Stages | None = None,
         run: Mapping[str, Any] | None = None,
         runtime: Mapping[str, Any] | None = None,
+        lora: Mapping[str, Any] | None = None,
         pipeline: Mapping[str, Any] | None = None,
         grad_sync: Mapping[str, Any] | None = None,
         diloco: Mapping[str, Any] | None = None,
@@ -115,7 +116,7 @@ class Trainer:
         given = {
             "run": run, "runtime": runtime, "mesh": mesh, "pipeline": pipeline, "eval": eval, "precision": precision,
             "stability": stability, "checkpoint": checkpoint, "observe": observe, "grad_sync": grad_sync,
-            "diloco": diloco,
+            "diloco": diloco, "lora": lora,
         }  # fmt: skip
         values = {name: dict(section) for name, section in given.items() if section is not None}
         values["train"] = {

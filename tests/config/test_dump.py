@@ -108,6 +108,8 @@ _OTHER = {
     "optimizer.kind": "sgd", "optimizer.learning_rate": 1.0, "optimizer.beta1": 0.1, "optimizer.beta2": 0.1,
     "optimizer.eps": 1.0, "optimizer.weight_decay": 0.0, "optimizer.max_grad_norm": None,
     "optimizer.state_dtype": "int8",
+    "lora.rank": 2, "lora.alpha": 1.0, "lora.dropout": 0.5, "lora.targets": ["x"], "lora.rank_stabilized": True,
+    "lora.init_from": "x",
     "optimizer.trainable": ["x"], "optimizer.schedule.kind": "wsd", "optimizer.schedule.warmup_steps": 1,
     "optimizer.schedule.decay_steps": 1, "optimizer.schedule.min_lr_ratio": 0.0,
     "precision.policy": "bf16", "precision.table": {"norm": "bf16"}, "precision.fp8.scaling": "block",
@@ -150,6 +152,8 @@ def test_what_a_resume_may_change(key):
     base = {"data": {"kind": "jsonl", "paths": "a"}}
     if key == "data.mixture":
         base = {"data": {"kind": "jsonl", "mixture": [{"paths": "b"}]}}
+    if key == "lora.init_from":
+        base = {"lora": {"rank": 2}}
     other = Config.model_validate(base).model_dump()
     *sections, leaf = key.split(".")
     node = other
