@@ -69,8 +69,8 @@ def mixture_extras(config: MixtureConfig) -> dict[str, Any]:
 class Experts(nnx.Module):
     """Gated feed-forward networks, [e, inputs, outputs] each of their matrices; rows go to them by `dispatch`.
 
-    `dot_general`, if given, multiplies a block of rows by an expert's matrix in place of `jax.lax.dot_general`; one that
-    keeps something from one product to the next it is not given (`momentary`).
+    `dot_general`, if given, multiplies a block of rows by an expert's matrix in place of `jax.lax.dot_general`. It is
+    not given one that keeps something from one product to the next (`momentary`).
     """
 
     momentary = True
