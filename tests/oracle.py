@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from dsjax.checkpoint import DiskCheckpoints, MemorySnapshots
 from dsjax.config import from_dict
@@ -37,8 +38,8 @@ PLAIN: Mapping[str, Any] = {
     "gradient_accumulation_steps": 1, "remat": "none",
     "fsdp_gather": "layer", "rows": "full", "dropout": 0.0, "tied": False, "optimizer": "adamw",
     "window": None, "layers": 5, "exchange": "plain", "restart": "none", "scaled": False,
-    "model": "llama", "format": "fp32", "state_dtype": "float32", "on_nonfinite": "skip", "held": "none",
-    "clip": "fixed", "lora": "none",
+    "model": "llama", "choices": None, "format": "fp32", "state_dtype": "float32", "on_nonfinite": "skip",
+    "held": "none", "clip": "fixed", "lora": "none",
 }  # fmt: skip
 """One device, fp32, no tricks."""
 EXCHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -66,7 +67,7 @@ ADAPTERS: Mapping[str, Mapping[str, Any]] = {
     "all": {"rank": 3, "alpha": 24.0},
     "some": {"rank": 2, "alpha": 16.0, "dropout": 0.2, "targets": ["*[qonp]_proj"]},
 }
-COMPUTED = ("model", "rows", "dropout", "tied", "optimizer", "window", "layers", "lora")
+COMPUTED = ("model", "rows", "dropout", "tied", "optimizer", "window", "layers", "lora", "choices")
 
 
 def devices_of(settings: Mapping[str, Any]) -> int:
@@ -131,6 +132,7 @@ def model_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
         **same, "hidden_size": 32, "num_hidden_layers": settings["layers"], "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64, "dropout": drop,
         **windows, **MODELS[kind],
+        **({"num_experts_per_tok": settings["choices"]} if settings["choices"] else {}),
     }  # fmt: skip
 
 
@@ -177,6 +179,22 @@ def keep_gradients() -> optax.GradientTransformation:
     )
 
 
+class Tuned(Program):
+    """A program whose adapters were trained before: B is not zero.
+
+    Beside zeros Adam's first steps are of a gradient's sign: where rounding makes much of a small gradient, B is off by
+    as much of itself, and so is the gradient of A, a product with B (olmo2: 3e-5 of it at step 2).
+    """
+
+    def _model(self, key: jax.Array, policy: Policy | None = None) -> nnx.Module:
+        model = super()._model(key, policy)
+        for number, (path, leaf) in enumerate(nnx.to_flat_state(nnx.state(model, nnx.Param))):
+            if path[-1] == "lora_b":
+                drawn = jax.random.normal(jax.random.fold_in(key, number), leaf.shape, leaf.dtype)
+                leaf.set_value(0.02 * drawn)
+        return model
+
+
 def program_of(settings: Mapping[str, Any], devices: Any = None) -> Program:
     """The compiled side of a run with these settings, on the first devices here unless others are given."""
     config = config_of(settings)
@@ -200,7 +218,7 @@ def program_of(settings: Mapping[str, Any], devices: Any = None) -> Program:
     if settings["scaled"]:
         numbers = replace(numbers, loss_scale=config.precision.loss_scale)
     parts = settings["data"] * settings["fsdp"] * settings["expert"] * train.gradient_accumulation_steps
-    return Program(
+    return (Tuned if settings["lora"] != "none" else Program)(
         recipe,
         make_mesh(config.mesh, devices),
         accumulation=train.gradient_accumulation_steps,

@@ -1,8 +1,9 @@
 """The matrix: every layout, accumulation, recomputation and mask gives what one device gives.
 
-A later part enters by one line: its setting and its values in `SETTINGS`.  `make test` runs a
-pairwise cover (every two values of every two settings meet in some case); `make test-all` the whole
-product of the settings in `PRODUCT`, with the others drawn in turn.
+A later part enters by one line: its setting and its values in `SETTINGS`.  A pairwise cover has
+every two values of every two settings meet in some case: `make test` runs its first cases, in which
+nine of ten such pairs meet, `make test-all` all of them, and the whole product of the settings in
+`PRODUCT`, with the others drawn in turn.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 PRODUCT = (*AXES, "gradient_accumulation_steps", "remat", "rows")
 DEVICES = 8
+QUICK = 48
+"""Cases of the cover that are run each time."""
 TOLERANCE = 1e-5
 
 
@@ -95,9 +98,9 @@ def label(case: Mapping[str, Any]) -> str:
     return "-".join(f"{name}={value}" for name, value in case.items() if value != PLAIN[name]) or "plain"
 
 
-def close(name: str, got: np.ndarray, want: np.ndarray) -> None:
-    """Within 1e-5 of the array's largest value, or of 1e-3 where the array is smaller than that."""
-    scale = max(float(np.max(np.abs(want))), 1e-3)
+def close(name: str, got: np.ndarray, want: np.ndarray, least: float) -> None:
+    """Within 1e-5 of the array's largest value, or of `least` where the array is smaller than that."""
+    scale = max(float(np.max(np.abs(want))), least)
     worst = float(np.max(np.abs(got - want)))
     assert worst <= TOLERANCE * scale, f"{name}: off by {worst:.2e} where the largest value is {scale:.2e}"
 
@@ -110,12 +113,22 @@ def check(case: Mapping[str, Any]) -> None:
     np.testing.assert_allclose(got.norms, want.norms, rtol=TOLERANCE)
     for step, gradients in enumerate(want.gradients):
         for name, value in gradients.items():
-            close(f"gradient of {name} at step {step + 1}", got.gradients[step][name], value)
+            close(f"gradient of {name} at step {step + 1}", got.gradients[step][name], value, 1e-3)
     for name, value in want.params.items():
-        close(f"parameter {name}", got.params[name], value)
+        # What begins at zero is added to something: biases and adapters to products with weights, which are drawn at
+        # 0.02, Gemma's norms to 1.
+        close(f"parameter {name}", got.params[name], value, 0.02)
 
 
-@pytest.mark.parametrize("case", pairwise(SETTINGS, allowed), ids=label)
+def cover() -> list[Any]:
+    """The pairwise cover, in the order in which it meets most new pairs."""
+    return [
+        pytest.param(case, id=label(case), marks=() if number < QUICK else pytest.mark.slow)
+        for number, case in enumerate(pairwise(SETTINGS, allowed))
+    ]
+
+
+@pytest.mark.parametrize("case", cover())
 def test_a_layout_equals_one_device(case: dict[str, Any]) -> None:
     check(case)
 
@@ -127,8 +140,12 @@ def test_the_whole_product_equals_one_device(case: dict[str, Any]) -> None:
 
 
 def test_every_pair_of_values_is_covered() -> None:
-    covered = set().union(*(pairs_of(case) for case in pairwise(SETTINGS, allowed)))
-    for a, b in itertools.combinations(SETTINGS, 2):
-        for x, y in itertools.product(SETTINGS[a], SETTINGS[b]):
-            if allowed({a: x, b: y}):
-                assert ((a, x), (b, y)) in covered
+    cases = pairwise(SETTINGS, allowed)
+    covered, soon = (set().union(*map(pairs_of, some)) for some in (cases, cases[:QUICK]))
+    possible = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(SETTINGS, 2)
+        for x, y in itertools.product(SETTINGS[a], SETTINGS[b])
+        if allowed({a: x, b: y})
+    }
+    assert possible <= covered and len(possible & soon) >= 0.9 * len(possible)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from dsjax.aot.target import Target
+from dsjax.backend.compiling import compiled_around
 from dsjax.backend.xla_options import Chosen, choose, kept_out_of_the_cache, unknown_options
 from dsjax.errors import ConfigError, OutOfDeviceMemory
-
-_TRITON = "xla_gpu_enable_triton_gemm"
 
 
 @contextlib.contextmanager
@@ -63,9 +62,7 @@ def lower_for(target: Target, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def compile_chosen(target: Target, lowered: Any, chosen: Chosen) -> tuple[Any, Chosen]:
-    """Compiles with what `choose_options` gave, and once more without Triton's products where they are in the way.
-
-    XLA has no device to try a library on, and Triton has no tiles for some odd sizes.
+    """Compiles with what `choose_options` gave, and again without an option that is in XLA's own way.
 
     Returns:
       What was compiled, and the options with which; the notes say so where they changed.
@@ -73,14 +70,10 @@ def compile_chosen(target: Target, lowered: Any, chosen: Chosen) -> tuple[Any, C
     Raises:
       ConfigError, OutOfDeviceMemory: as `compile_for`.
     """
-    try:
-        return compile_for(target, lowered, chosen.options), chosen
-    except Exception as error:
-        if "tile sizes" not in str(error) or _TRITON in chosen.options:
-            raise
-    note = f"XLA: {_TRITON}=false: Triton has no tiles for a product of this size"
-    chosen = replace(chosen, options={**chosen.options, _TRITON: False}, notes=[*chosen.notes, note])
-    return compile_for(target, lowered, chosen.options), chosen
+    compiled, options, notes = compiled_around(
+        lambda options: compile_for(target, lowered, options), chosen.options
+    )
+    return compiled, replace(chosen, options=options, notes=[*chosen.notes, *notes])
 
 
 def compile_for(target: Target, lowered: Any, options: Mapping[str, Any] | None = None) -> Any:

@@ -120,11 +120,13 @@ class Applied:
       narrow: paths of the layers that compute in the policy's type.
       in_fp8: paths of those that multiply in fp8, in the model's order.
       could_be: paths of those that could and do not.
+      momentary: of those in fp8, paths of those that keep no history where the others do.
     """
 
     narrow: frozenset[str] = frozenset()
     in_fp8: tuple[str, ...] = ()
     could_be: tuple[str, ...] = ()
+    momentary: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,13 +219,19 @@ class Policy:
                 module.dtype = self.dtype
             if module.dtype == self.dtype and layer.kind != "norm":
                 narrow.append(layer.path)
-        in_fp8 = tuple(path for path in able if chosen.get(path) == "fp8")
-        return Applied(frozenset(narrow), in_fp8, tuple(path for path in able if path not in in_fp8))
+        in_fp8 = [layer for layer in layers if chosen.get(layer.path) == "fp8"]
+        delayed = self.fp8 is not None and self.fp8.scaling == "delayed"
+        return Applied(
+            frozenset(narrow),
+            tuple(layer.path for layer in in_fp8),
+            tuple(path for path in able if chosen.get(path) != "fp8"),
+            tuple(layer.path for layer in in_fp8 if delayed and _is_momentary(layer)),
+        )
 
     def _multiplies_in_fp8(self, layer: Layer) -> None:
         assert self.fp8 is not None
         scaling = self.fp8.scaling
-        if scaling == "delayed" and getattr(layer.module, "momentary", False):
+        if scaling == "delayed" and _is_momentary(layer):
             scaling = "tensor"
         if scaling == "delayed":
             made = DelayedDot(layer.stack, self.fp8.history, not self.exactly)
@@ -247,9 +255,11 @@ class Policy:
             return []
         kept = applied.could_be
         but = f"; not in {', '.join(kept[:6])}{' ...' if len(kept) > 6 else ''}" if kept else ""
-        how = self.fp8.scaling
+        how: str = self.fp8.scaling
+        if applied.momentary:
+            how = f"delayed ({', '.join(applied.momentary)}: by tensor, as a history is of one product)"
         note = [f"precision: products of {len(applied.in_fp8)} layers in fp8, scaling {how}{but}"]
-        if how == "block" and left:
+        if self.fp8.scaling == "block" and left:
             note.append(
                 "precision.fp8.scaling: inside the exchange between replicas and in a pipeline no kernel by blocks can "
                 f"be cut over {', '.join(sorted(left))}: the same rounded numbers are multiplied in TF32; tensor "
@@ -263,6 +273,11 @@ def without_fp8(model: nnx.Module) -> None:
     for layer in layers_of(model):
         if isinstance(getattr(layer.module, "dot_general", None), Fp8Dot | DelayedDot):
             layer.module.dot_general = nnx.static(lax.dot_general)
+
+
+def _is_momentary(layer: Layer) -> bool:
+    """Whether a layer makes several products, or one several times, so that a history of scales is of none of them."""
+    return bool(getattr(layer.module, "momentary", False))
 
 
 def _less_the_ends(layers: list[Layer]) -> list[Layer]:

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dsjax.backend.compiling import compiled_around
 from dsjax.config.exchange import DilocoConfig, GradSyncConfig
 from dsjax.config.lora import LoraConfig
 from dsjax.config.parallel import PipelineConfig
@@ -95,7 +96,7 @@ class Program:
       costs: of a layer, the embedding and the head, in any unit, where known: layers are shared out by them.
       found: by balancing: layers of each virtual stage, in place of those, and microbatches.
       compiler_options: XLA's, for the compiled functions.
-      on_compile: called with what was compiled and the seconds it took.
+      on_compile: called with what was compiled, the seconds it took and what there is to say of it.
       alternatives: programs of other settings to try when a step does not fit.
 
     Raises (at construction):
@@ -120,7 +121,7 @@ class Program:
     costs: Costs | None = None
     found: Found = field(default_factory=Found)
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
-    on_compile: Callable[[str, float], None] = lambda what, seconds: None
+    on_compile: Callable[..., None] = lambda what, seconds, *notes: None
     alternatives: Callable[[], list[tuple[str, Program]]] = list
 
     def __post_init__(self) -> None:
@@ -428,7 +429,7 @@ class Program:
     def step_bytes(self, batch: Any) -> int | None:
         """Bytes a device that the step takes, by compiling it; None where it cannot be compiled."""
         try:
-            return compiled_bytes(self.lower_step(batch).compile(dict(self.compiler_options)))
+            return compiled_bytes(self._compiled(self.lower_step(batch), "step"))
         except Exception as error:
             if is_out_of_memory(error):
                 return None
@@ -438,24 +439,24 @@ class Program:
         """A compiled function in which every device computes its stage of one microbatch (see `probed`)."""
         parts, pipelining = self.parts, self.parts.pipelining
         assert pipelining is not None
-        started = time.monotonic()
         function = jax.jit(
             lambda state, batch, after: probed(parts.graph, parts.layout, pipelining, state, batch, after),
             out_shardings=(None, NamedSharding(self.mesh, P(AXES))),
         )
         after = jax.ShapeDtypeStruct((self.mesh.size,), np.int32, sharding=NamedSharding(self.mesh, P(AXES)))
-        compiled = function.lower(self.abstract_state, abstract(batch), after).compile(
-            dict(self.compiler_options)
-        )
-        self.on_compile("probe", time.monotonic() - started)
+        return self._compiled(function.lower(self.abstract_state, abstract(batch), after), "probe")
+
+    def _compiled(self, lowered: Any, what: str) -> Any:
+        """What was lowered, compiled; an option that is in XLA's way is left out from then on."""
+        started = time.monotonic()
+        compiled, self.compiler_options, notes = compiled_around(lowered.compile, self.compiler_options)
+        self.on_compile(what, time.monotonic() - started, *notes)
         return compiled
 
     def _compile_step(self, batch: Any, warming: bool) -> Any:
-        started = time.monotonic()
-        compiled = self.lower_step(batch, warming).compile(dict(self.compiler_options))
+        compiled = self._compiled(self.lower_step(batch, warming), "step")
         if self.stacking is not None:
             refuse_permutes(compiled.as_text())
-        self.on_compile("step", time.monotonic() - started)
         needed, limit = compiled_bytes(compiled), device_bytes(list(self.mesh.devices.flat))
         if needed is not None and limit is not None and needed > limit:
             raise self.does_not_fit(batch, needed, limit)
@@ -489,12 +490,10 @@ class Program:
         """The compiled evaluation of placed batches shaped like this one."""
         key = signature(batch)
         if key not in self._evals:
-            started = time.monotonic()
             function = jax.jit(
                 lambda params, model_state, batch: eval_step(self.parts, params, model_state, batch),
                 out_shardings=self.replicated,
             )
             arguments = self.abstract_state.params, self.abstract_state.model_state, abstract(batch)
-            self._evals[key] = function.lower(*arguments).compile(dict(self.compiler_options))
-            self.on_compile("evaluation", time.monotonic() - started)
+            self._evals[key] = self._compiled(function.lower(*arguments), "evaluation")
         return self._evals[key]

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from dsjax.backend.compiling import compiled_around
 from dsjax.errors import ConfigError
 from dsjax.faults import VARIABLE
 from dsjax.grad_sync import AXIS
@@ -58,7 +59,7 @@ class Recomputed:
         struck = jax.ShapeDtypeStruct((), jnp.int32, sharding=program.replicated)
         options = {**program.compiler_options, **_SAME_TWICE.get(platform, {})}
         lowered = function.lower(program.abstract_state, abstract(batch), struck)
-        self._sums, self._replicated = lowered.compile(options), program.replicated
+        self._sums, self._replicated = compiled_around(lowered.compile, options)[0], program.replicated
         self._ids = [device.id for device in mesh.devices.flat]
 
     def differing(self, state: State, batch: Any, struck: int | None = None) -> list[int]:

@@ -116,6 +116,12 @@ class Recorder:
         """Adds a line to the event log."""
         self.events.event(kind, step, **fields)
 
+    def compiled(self, what: str, seconds: float, notes: Sequence[str]) -> None:
+        """Notes that a program was compiled, and shows what there is to say of it."""
+        self.event("compiled", self.step, what=what, seconds=round(seconds, 3), notes=list(notes))
+        for note in notes:
+            self.progress.message(note)
+
     def step_done(self, step: int, metrics: Mapping[str, jax.Array], input_wait: float) -> None:
         """Takes a dispatched step's metrics; fetches those of the step `LAG` before.
 

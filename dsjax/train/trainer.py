@@ -200,10 +200,11 @@ class Trainer:
         self.checkpoints = DiskCheckpoints(disk.directory(self.directory.path), disk)
         self._loader_state: Callable[[int], Any] = lambda step: None
 
-    def _compiled(self, what: str, seconds: float) -> None:
+    def _compiled(self, what: str, seconds: float, *notes: str) -> None:
         self.compiles.append((what, seconds))
+        self.notes += notes
         if self._recorder is not None:
-            self._recorder.event("compiled", self._recorder.step, what=what, seconds=round(seconds, 3))
+            self._recorder.compiled(what, seconds, notes)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:

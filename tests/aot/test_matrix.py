@@ -16,7 +16,7 @@ from cover import pairwise
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import BATCH, PLAIN, batch_of, devices_of, program_of
-from test_equivalence import SETTINGS, allowed, label
+from test_equivalence import QUICK, SETTINGS, allowed, label
 
 from dsjax import aot
 from dsjax.backend.xla_options import Chosen
@@ -65,7 +65,7 @@ def everywhere() -> list[Any]:
     for number, case in enumerate(pairwise(SETTINGS, allowed)):
         alone = case["pipeline"][0] == 1
         for place, cluster in enumerate(clusters):
-            quick = place == number % 2 and (alone or number % 4 == 0)
+            quick = number < QUICK and place == number % 2 and (alone or number % 4 == 0)
             marks = () if quick else pytest.mark.slow
             cases.append(pytest.param(case, cluster, id=f"{cluster}-{label(case)}", marks=marks))
     return cases

@@ -86,7 +86,7 @@ def test_flops_count_each_score_of_a_causal_mask_once() -> None:
         ({"num_key_value_heads": 3}, "model.num_key_value_heads: 3 does not divide"),
         ({"head_dim": 7}, "model.head_dim: rotary positions need an even number, got 7"),
         ({"hidden_act": "gelu"}, "model.hidden_act: takes silu, got \"gelu\""),
-        ({"attention_dropout": 0.1}, "model.attention_dropout: takes 0, got 0.1"),
+        ({"attention_dropout": 0.1}, "attention_dropout: takes 0, as there is no such dropout here, got 0.1"),
         ({"vocab_size": 100}, "model.vocab_size: 100 is smaller than the tokenizer's 300 tokens"),
         ({"max_position_embeddings": 8}, "train.sequence_length: 16 is more than"),
         ({"rope_scaling": {"rope_type": "magic"}}, "model.rope_scaling.rope_type: takes default, linear"),

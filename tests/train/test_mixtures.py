@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from flax import nnx
 
-from dsjax.errors import ConfigError
 from dsjax.mesh import named_leaves
 from dsjax.models.moe.router import RouterBias
-from dsjax.precision import Policy
 
 BIAS = "layers/mlp/router/bias"
 MIXTRAL = {**oracle.PLAIN, "model": "mixtral", "layers": 2}
@@ -89,14 +86,15 @@ def test_bf16_reaches_the_experts(cut):
         assert got["loss"] != want["loss"]
 
 
-def test_fp8_leaves_experts_in_bf16_and_says_so():
-    program = oracle.program_of({**MIXTRAL, "format": "fp8_tensor"})
-    assert not any("experts" in path for path in program._applied.in_fp8)
-    assert any("layers/attention/q_proj" in path for path in program._applied.in_fp8)
-    model = nnx.eval_shape(lambda: program.recipe.init(nnx.Rngs(0)))
-    policy = Policy(jnp.bfloat16, fp8=program.policy.fp8, table=(("layers/mlp/experts/up_proj", "fp8"),))
-    with pytest.raises(ConfigError, match="experts/up_proj cannot multiply in it"):
-        policy.apply(model)
+@pytest.mark.parametrize("scaling", ["tensor", "delayed", "block"])
+def test_experts_multiply_in_fp8_with_scales_of_the_moment(scaling):
+    program = oracle.program_of({**MIXTRAL, "format": f"fp8_{scaling}"})
+    assert {"layers/mlp/experts", "layers/attention/q_proj"} <= set(program._applied.in_fp8)
+    # A history is of one product; those of experts are in a loop.
+    histories = {path for path in named_leaves(program.abstract_state.model_state) if "dot_general" in path}
+    assert bool(histories) == (scaling == "delayed") and not any("experts" in path for path in histories)
+    said = [note for note in program.notes if "by tensor" in note]
+    assert bool(said) == (scaling == "delayed") and all("layers/mlp/experts" in note for note in said)
 
 
 def test_biases_get_no_gradient_and_no_weight_decay():
