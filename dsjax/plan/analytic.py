@@ -88,17 +88,17 @@ def _kept_in_a_group(laid: Laid) -> float:
 def _gradients(laid: Laid) -> float:
     """Bytes of gradients in their places, from the first layer on (XLA makes the zeros early), and of their sums."""
     sizes, cut = laid.sizes, laid.shards * laid.tensor
-    found = laid.gradient_item * sizes.layers * laid.layer / cut
+    found = laid.gradient_item * sizes.layers * laid.layer / cut * laid.trained.layers
     if laid.shards > 1 and laid.config.train.remat != "none":
         # The down and output projections once more, with the dimension first along which they are gathered.
-        found += laid.gradient_item * sizes.layers * sizes.hidden * (sizes.feed_forward + sizes.query) / cut
+        turned = sizes.layers * sizes.hidden * (sizes.feed_forward + sizes.query)
+        found += laid.gradient_item * turned / cut * laid.trained.layers
     return found + (_whole(laid) if laid.microbatches > 1 else 0)
 
 
 def _whole(laid: Laid) -> int:
-    """Bytes of the gradients of all parameters."""
-    item = 2 if laid.config.precision.params == "bfloat16" else 4
-    return laid.state[0] * laid.gradient_item // item
+    """Bytes of the gradients of all parameters that train."""
+    return laid.trained.numbers * laid.gradient_item
 
 
 def _in_the_head(laid: Laid) -> float:
@@ -107,7 +107,7 @@ def _in_the_head(laid: Laid) -> float:
     chunk = tokens / math.ceil(tokens / laid.model.cross_entropy_chunk)
     columns = sizes.vocabulary / laid.tensor
     # The gradient of the head in fp32, before and after a chunk's is added, and the head gathered.
-    head = (2 * 4 + item) * sizes.hidden * columns
+    head = (2 * 4 * laid.trained.ends + item) * sizes.hidden * columns
     logits = (4 + item) * chunk * columns
     # What the last layer's backward pass has asked for already: its matrices and activations.
     activations = 5 * sizes.hidden + 2 * (sizes.query + sizes.key)
@@ -118,8 +118,9 @@ def _in_a_layer(laid: Laid) -> float:
     """Bytes that are live beside those in the backward pass of a layer, or of a group of them."""
     sizes, item, tensor = laid.sizes, laid.item, laid.tensor
     ends = 4 * (1 if sizes.tied else 2) * sizes.hidden * sizes.vocabulary / (tensor * laid.shards)
+    ends *= laid.trained.ends
     # This layer's matrices gathered, and the gradients of the one before on their way to their places.
-    matrices = 2 * item * laid.layer_used / tensor
+    matrices = (1 + laid.trained.layers) * item * laid.layer_used / tensor
     # Either the feed-forward is at work, or attention: every section's keys and values, or their gradients,
     # whole over `context`, and the values once more.
     seen = 1 + (_SECTIONS + 1) * laid.mesh["context"]

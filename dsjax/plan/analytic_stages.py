@@ -92,10 +92,12 @@ def _ends(laid: Laid) -> float:
 def _gradients(laid: Laid) -> float:
     """Bytes of the fp32 sums: of the stage's layers, and of embedding and head whole on all stages."""
     sizes, layers = laid.sizes, layers_held(laid)
-    found = 4 * (layers * laid.layer + _ends(laid)) / _cut(laid)
+    learning = laid.trained
+    found = 4 * (layers * laid.layer * learning.layers + _ends(laid) * learning.ends) / _cut(laid)
     if _cut(laid) > laid.tensor:
         # The down and output projections once more, with the dimension first along which they are gathered.
-        found += 4 * layers * sizes.hidden * (sizes.feed_forward + sizes.query) / _cut(laid)
+        turned = layers * sizes.hidden * (sizes.feed_forward + sizes.query)
+        found += 4 * turned * learning.layers / _cut(laid)
     return found
 
 
@@ -117,4 +119,5 @@ def _gathered_once(laid: Laid) -> float:
 
 def _in_the_head(laid: Laid) -> float:
     """Bytes that are live beside those in the head: its gradient, before and after a chunk's is added, and itself."""
-    return (2 * 4 + 2 * laid.item) * laid.sizes.hidden * laid.sizes.vocabulary / laid.tensor
+    a_number = 2 * 4 * laid.trained.ends + 2 * laid.item
+    return a_number * laid.sizes.hidden * laid.sizes.vocabulary / laid.tensor

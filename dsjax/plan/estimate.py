@@ -22,12 +22,14 @@ _PASSES = 38
 def compute_seconds(laid: Laid, reached: Reached) -> tuple[float, float]:
     """Seconds of products and of memory traffic of a step on one device."""
     sizes, chip = laid.sizes, laid.target.chip
-    again = {"none": 1.0, "dots": 1.05}.get(laid.config.train.remat, 4 / 3)
+    # Forward passes over layers that run again; those of experts do whatever `remat` says.
+    again = {"none": 0.0, "dots": 0.15}.get(laid.config.train.remat, 1.0)
     each = laid.model.flops_per_token(laid.config.train.sequence_length) or 0.0
     of_experts = experts.flops_per_token(sizes)
-    flops = ((each - of_experts) * again + of_experts * experts.AGAIN) * laid.tokens / laid.target.size
+    more = again * (laid.forward_flops - of_experts / 3) + of_experts * (experts.AGAIN - 1)
+    flops = (each + more) * laid.tokens / laid.target.size
     passes = _PASSES * sizes.layers * laid.item * laid.tokens_a_device * laid.microbatches
-    moved = passes * (sizes.hidden + sizes.feed_forward) / laid.tensor + 2 * sum(laid.state)
+    moved = passes * (sizes.hidden + sizes.feed_forward) / laid.tensor + laid.updated
     moved += laid.microbatches * sizes.layers * experts.moved(laid)
     return flops / reached.flops(chip, laid.dtype), moved / chip.memory.bandwidth / reached.memory
 
@@ -57,10 +59,11 @@ def traffic(laid: Laid) -> tuple[Traffic, ...]:
 
     add("all-gather", SHARD_AXES, runs * (1 + again), layer)
     add("all-gather", experts.SHARDS, runs * (1 + again), experts.used(laid))
-    add("reduce-scatter", experts.SHARDS, runs, experts.used(laid))
+    learning = laid.trained
+    add("reduce-scatter", experts.SHARDS, runs, experts.used(laid) * learning.layers)
     add("all-gather", SHARD_AXES, micro, ends)
-    add("reduce-scatter", SHARD_AXES, runs, layer)
-    add("reduce-scatter", SHARD_AXES, micro, ends)
+    add("reduce-scatter", SHARD_AXES, runs, layer * learning.layers)
+    add("reduce-scatter", SHARD_AXES, micro, ends * learning.ends)
     add("all-gather", ("tensor",), runs * (4 + 2 * again), between)
     add("reduce-scatter", ("tensor",), runs * (4 + again), between)
     add("all-gather", ("tensor_rows",), runs, (1 + again) * used + made)

@@ -30,11 +30,14 @@ def units(laid: Laid, reached: Reached) -> Units:
     )
     counts = np.array(work.counts, float)
     end = np.arange(len(counts)) == len(counts) - 1
-    forward, backward = counts * layer, counts * (2 * layer + kept + summed) + head * end
+    learning = laid.trained.layers
+    summed *= learning
+    weights = min(1.0, learning) * layer
+    forward, backward = counts * layer, counts * (layer + weights + kept + summed) + head * end
     weight = np.zeros(len(counts))
     if work.schedule.weight is not None:
         # What a backward's first half makes passes through memory to the second, as what is kept does.
-        weight = counts * (layer + kept + summed)
+        weight = counts * (weights + kept + summed)
         backward = counts * (layer + 2 * kept) + head * end
     if work.slots.keep == "inputs":
         backward = backward + counts * (layer + kept)
@@ -50,8 +53,7 @@ def units(laid: Laid, reached: Reached) -> Units:
 def _forward(laid: Laid, reached: Reached) -> float:
     """Seconds of a microbatch's forward through one layer on one device."""
     sizes, tokens = laid.sizes, laid.tokens_a_device / laid.tensor
-    each = (laid.model.flops_per_token(laid.config.train.sequence_length) or 0.0) / 3
-    flops = tokens * (each - 2.0 * sizes.hidden * sizes.vocabulary) / sizes.layers
+    flops = tokens * (laid.forward_flops - 2.0 * sizes.hidden * sizes.vocabulary) / sizes.layers
     moved = _PASSES * laid.item * tokens * (sizes.hidden + sizes.feed_forward) + _used(laid, laid.layer_used)
     moved += experts.moved(laid) / 3  # of a forward and a backward
     return flops / reached.flops(laid.target.chip, laid.dtype) + _moving(laid, reached, moved)
@@ -60,7 +62,7 @@ def _forward(laid: Laid, reached: Reached) -> float:
 def _head(laid: Laid, reached: Reached) -> float:
     """Seconds of a microbatch's head and loss, forward and backward."""
     sizes, tokens = laid.sizes, laid.tokens_a_device / laid.tensor
-    flops = 3 * 2.0 * tokens * sizes.hidden * sizes.vocabulary
+    flops = (2 + laid.trained.ends) * 2.0 * tokens * sizes.hidden * sizes.vocabulary
     head = sizes.hidden * sizes.vocabulary
     # Logits and their gradient in fp32 and in the type of products; the head's gradient through its chunks.
     moved = 3 * (4 + laid.item) * tokens * sizes.vocabulary + _used(laid, head) + 20 * head / laid.tensor
@@ -110,11 +112,12 @@ def _in_units(laid: Laid) -> list[Traffic]:
     between = laid.item * laid.tokens_a_device * sizes.hidden / mesh["tensor_rows"]
     keys = 2 * laid.item * laid.tokens_a_device * sizes.key / laid.tensor * mesh["context"]
     found: list[Sent] = []
+    learning = laid.trained
     if laid.config.train.fsdp_gather == "layer":
         found.append(("all-gather", SHARD_AXES, runs * (2 + again), layer))
-        found.append(("reduce-scatter", SHARD_AXES, runs, layer))
+        found.append(("reduce-scatter", SHARD_AXES, runs, layer * learning.layers))
         found.append(("all-gather", experts.SHARDS, runs * (2 + again), experts.used(laid)))
-        found.append(("reduce-scatter", experts.SHARDS, runs, experts.used(laid)))
+        found.append(("reduce-scatter", experts.SHARDS, runs, experts.used(laid) * learning.layers))
     found.append(("all-to-all", ("expert",), runs * experts.TIMES_SENT, experts.rows_sent(laid)))
     found.append(("all-gather", ("tensor",), runs * (4 + 2 * again), between))
     found.append(("reduce-scatter", ("tensor",), runs * (4 + 2 * again), between))
@@ -140,11 +143,14 @@ def _once(laid: Laid) -> list[Traffic]:
     """Before and after the ticks: embedding and head over the stages, parameters gathered at once, sums over data."""
     sizes, held = laid.sizes, analytic_stages.layers_held(laid) * laid.layer_used
     ends = (1 if sizes.tied else 2) * sizes.hidden * sizes.vocabulary
+    learning = laid.trained
     found: list[Sent] = [
-        (kind, ("pipeline",), 1, 4 * ends / laid.tensor) for kind in ("all-gather", "reduce-scatter")
+        ("all-gather", ("pipeline",), 1, 4 * ends / laid.tensor),
+        ("reduce-scatter", ("pipeline",), 1, 4 * ends * learning.ends / laid.tensor),
     ]
     if laid.config.train.fsdp_gather == "step":
-        found.append(("reduce-scatter", SHARD_AXES, 1, 4 * (held + ends) / laid.tensor))
+        summed = held * learning.layers + ends * learning.ends
+        found.append(("reduce-scatter", SHARD_AXES, 1, 4 * summed / laid.tensor))
     sums = _those_sent(laid, found, "f32")
     if laid.config.train.fsdp_gather == "step":
         sums += _those_sent(laid, [("all-gather", SHARD_AXES, 1, laid.item * (held + ends) / laid.tensor)])
@@ -170,7 +176,7 @@ def forecast(laid: Laid, reached: Reached) -> Forecast:
     link, times = between(laid, reached), units(laid, reached)
     one = simulate(work.schedule, *times, link)
     once = sum(t.seconds / reached.link(t.crosses) for t in _once(laid))
-    updated = _moving(laid, reached, 2 * sum(laid.state))
+    updated = _moving(laid, reached, laid.updated)
     busy = float(one.busy.max())
     idle = passes * max(0.0, one.total - busy - link * work.schedule.ticks)
     compute = passes * busy / (1 + _waiting(laid, reached, _forward(laid, reached))) + updated

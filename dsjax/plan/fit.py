@@ -55,7 +55,7 @@ def _better(one: Change, other: Change) -> bool:
 
 def _hopeless(config: Config, described: Described) -> bool:
     """Whether the formulas, which are for families on GPUs, leave no hope; True too where it does not divide."""
-    if described.target.chip.kind != "gpu" or not has_formulas(described.model) or config.lora.rank:
+    if described.target.chip.kind != "gpu" or not has_formulas(described.model):
         return False
     try:
         memory = analytic.memory(analytic.lay_out(config, described.target, described.model.vocab_size))

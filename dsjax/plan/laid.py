@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,16 +16,17 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from dsjax.aot import Target
 from dsjax.config import Config
 from dsjax.data.rows import empty_rows
-from dsjax.errors import ConfigError
 from dsjax.grad_sync import Exchange, make_exchange
 from dsjax.mesh import AXES, BATCH_AXES, Layout, batch_shards, named_leaves
 from dsjax.mesh.axes import SHARD_AXES
 from dsjax.mesh.layout import axes_of_entry
-from dsjax.models import ModelSpec, Stages, build
+from dsjax.models import ModelSpec, Stages
+from dsjax.models.adapters import adapter_axes, is_adapter
 from dsjax.plan.compiled import check_mesh
 from dsjax.plan.sizes import Sizes, sizes_of
 from dsjax.precision import compute_dtype
-from dsjax.train.assemble import check_batch
+from dsjax.train.abstract_state import trainable_filter
+from dsjax.train.assemble import abstract_model, check_batch, model_of
 from dsjax.train.diloco import refuse_pipeline
 from dsjax.train.formats import held_params
 from dsjax.train.losses import language_model_stages
@@ -37,12 +38,28 @@ from dsjax.train.state import Numbers
 
 
 @dataclass(frozen=True)
+class Trained:
+    """What of a model trains.
+
+    Attributes:
+      numbers: of a device, that have a gradient.
+      layers: parameters of layers that do, adapters among them, over those that the model has without adapters.
+      ends: of embedding and head, those that do over all.
+    """
+
+    numbers: int
+    layers: float
+    ends: float
+
+
+@dataclass(frozen=True)
 class Laid:
     """A run on the axes of a cluster, without devices.
 
     Attributes:
       mesh: axis -> size.
       state: bytes a device of parameters, and of optimizer state.
+      trained: which of them train.
       abstract: the model, without values.
       stacking: how stages share its layers; None where there is one stage.
       exchange: of gradients over `data`; None: there is one replica.
@@ -54,6 +71,7 @@ class Laid:
     model: ModelSpec
     sizes: Sizes
     state: tuple[int, int]
+    trained: Trained
     abstract: nnx.Module
     stacking: Stacking | None
     exchange: Exchange | None
@@ -71,6 +89,17 @@ class Laid:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.config.train.global_batch_size * self.config.train.sequence_length
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs a token of the model's forward pass."""
+        return self.model.family.flops_per_token(self.config.train.sequence_length) / 3
+
+    @property
+    def updated(self) -> float:
+        """Bytes of state that an update reads and writes."""
+        held = 2 if self.config.precision.params == "bfloat16" else 4
+        return 2.0 * (min(self.state[0], held * self.trained.numbers) + self.state[1])
 
     @property
     def microbatches(self) -> int:
@@ -154,38 +183,32 @@ def lay_out(config: Config, target: Target, vocab_size: int | None) -> Laid:
     Raises:
       ConfigError: a mesh or parameters that do not fit the target, or a model of no family.
     """
-    if config.lora.rank:
-        raise ConfigError(
-            "lora.rank: formulas count all parameters as trained; a plan of a run with adapters has to be compiled "
-            "(pip install 'dsjax[aot]'), one layout at a time"
-        )
     mesh = check_mesh(config, target)
-    model = build(
-        config.model,
-        platform=target.chip.kind,
-        vocab_size_hint=vocab_size,
-        remat=config.train.remat,
-        max_length=config.train.sequence_length,
-    )
+    model = model_of(config, target.chip.kind, vocab_size)
     over = abstract_mesh(mesh)
     refuse_pipeline(config.diloco, mesh["pipeline"])
     check_batch(config, over)
-    abstract = nnx.eval_shape(lambda: model.init(nnx.Rngs(0)))
+    abstract = abstract_model(model, config.lora)
     params = nnx.state(abstract, nnx.Param)
     sizes = sizes_of(model, abstract)
     stacking = _stacking(config, model, abstract, over)
     layout: Any = Layout(over, model.param_axes, stacked=stacking.path if stacking else None)
+    if config.lora.rank:
+        layout = replace(layout, param_axes={**adapter_axes(abstract, layout.names_of), **layout.param_axes})
     layout.check(params)
     if stacking:
         stack = Stack(stacking.path, frozenset(named_leaves(params)))
         order = np.arange(stacking.partition.layers)
         params = jax.eval_shape(lambda params: stack.moved(params, order, stacking.slots), params)
+    trains = trainable_filter(tuple(config.optimizer.trainable), params, bool(config.lora.rank))
+    params, frozen = nnx.split_state(params, trains, ...)
     recomputes = config.train.remat == "full" or config.grad_sync.overlap
     groups = "layers" if recomputes and not stacking else None
     exchange, _ = make_exchange(config.grad_sync, layout, params, groups, target.topology)
     return Laid(
-        config, target, mesh, model, sizes, _state_bytes(config, layout, params), abstract, stacking, exchange
-    )
+        config, target, mesh, model, sizes, _state_bytes(config, layout, params, frozen),
+        _trained(layout, params, frozen), abstract, stacking, exchange,
+    )  # fmt: skip
 
 
 def abstract_mesh(mesh: Mapping[str, int]) -> Any:
@@ -218,10 +241,26 @@ def _costs(config: Config, model: ModelSpec, stages: Stages) -> Costs | None:
     return _known_costs[key]
 
 
-def _state_bytes(config: Config, layout: Any, params: Any) -> tuple[int, int]:
+def _trained(layout: Any, params: Any, frozen: Any) -> Trained:
+    """What of a model trains, from its parameters that do and those that do not."""
+    numbers = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, np.int8, sharding=place),
+        params, layout.param_shardings(params),
+    )  # fmt: skip
+    trained, held = ({n: leaf.size for n, leaf in named_leaves(tree).items()} for tree in (params, frozen))
+
+    def share(of: Callable[[str], bool]) -> float:
+        own = sum(size for name, size in (trained | held).items() if of(name) and not is_adapter(name))
+        return sum(size for name, size in trained.items() if of(name)) / own
+
+    ends = {"embed/embedding", "head/kernel"}
+    return Trained(bytes_a_device(numbers), share(lambda n: n not in ends), share(lambda n: n in ends))
+
+
+def _state_bytes(config: Config, layout: Any, params: Any, frozen: Any) -> tuple[int, int]:
     schedule = make_schedule(config.optimizer.schedule, config.optimizer.learning_rate, config.train.steps)
     optimizer = make_optimizer(config.optimizer, schedule, layout.names_of)
-    shardings = layout.param_shardings(params)
+    shardings, of_frozen = layout.param_shardings(params), layout.param_shardings(frozen)
     moments = jax.eval_shape(optimizer.init, params)
     fallback = Layout(layout.mesh)
     places = optimizer_shardings(
@@ -229,12 +268,12 @@ def _state_bytes(config: Config, layout: Any, params: Any) -> tuple[int, int]:
     )
 
     numbers = Numbers(params=np.dtype(config.precision.params))
-    held = jax.eval_shape(partial(held_params, layout, numbers), params)
+    held, still = (jax.eval_shape(partial(held_params, layout, numbers), tree) for tree in (params, frozen))
 
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return (
-        bytes_a_device(jax.tree.map(placed, held, shardings)),
+        bytes_a_device([jax.tree.map(placed, held, shardings), jax.tree.map(placed, still, of_frozen)]),
         bytes_a_device(jax.tree.map(placed, moments, places)),
     )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from flax import nnx
 
 from dsjax.config import Config
+from dsjax.config.lora import LoraConfig
 from dsjax.data import Tokenizer, load_tokenizer
 from dsjax.errors import ConfigError
-from dsjax.mesh import batch_shards, make_mesh, zigzag_order
+from dsjax.mesh import batch_shards, make_mesh, named_leaves, zigzag_order
 from dsjax.models import ModelSpec, Stages, build
+from dsjax.models.adapters import adapt, is_adapter
+from dsjax.train.abstract_state import trainable_filter
 from dsjax.train.elastic import padded_rows, replanned
 from dsjax.train.lay_out import lay_out
 from dsjax.train.losses import language_model_loss, language_model_stages, logits_loss, loss_of_stages
@@ -85,7 +89,7 @@ def assemble(config: Config, *, allow_config_change: bool = False) -> Assembled:
     config, notes = replanned(config, jax.device_count(), os.environ)
     check_batch(config, make_mesh(config.mesh), filled_up=bool(notes))
     tokenizer = load_tokenizer(config)
-    model = _model(config, jax.default_backend(), tokenizer.vocab_size)
+    model = model_of(config, jax.default_backend(), tokenizer.vocab_size)
     train = config.train
     tokens = train.global_batch_size * train.sequence_length
     per_token = model.flops_per_token(train.sequence_length)
@@ -115,11 +119,12 @@ def program_for(
     mesh = make_mesh(config.mesh, devices)
     check_batch(config, mesh)
     platform = "gpu" if devices[0].platform == "cuda" else devices[0].platform
-    model = _model(config, platform, vocab_size)
+    model = model_of(config, platform, vocab_size)
     return lay_out(_recipe(config, model), config, mesh, **more), model
 
 
-def _model(config: Config, platform: str, vocab_size: int | None) -> ModelSpec:
+def model_of(config: Config, platform: str, vocab_size: int | None) -> ModelSpec:
+    """The model of a run, whose FLOPs are those of the gradients that it makes."""
     model = build(
         config.model,
         platform=platform,
@@ -127,8 +132,48 @@ def _model(config: Config, platform: str, vocab_size: int | None) -> ModelSpec:
         remat=config.train.remat,
         max_length=config.train.sequence_length,
     )
-    # Its FLOPs are of a step that makes the gradients of all matrices.
-    return replace(model, flops_per_token=lambda length: None) if config.lora.rank else model
+    if model.family is None or not (config.lora.rank or config.optimizer.trainable):
+        return model
+    return replace(model, flops_per_token=_with_frozen(config, model))
+
+
+def abstract_model(model: ModelSpec, lora: LoraConfig) -> nnx.Module:
+    """A model with its adapters, without values."""
+
+    def made() -> nnx.Module:
+        module = model.init(nnx.Rngs(0))
+        adapt(module, lora, jax.random.key(0))
+        return module
+
+    return nnx.eval_shape(made)
+
+
+def _with_frozen(config: Config, model: ModelSpec) -> Callable[[int], float | None]:
+    """Model FLOPs a token of a step that makes no gradients of frozen matrices, and of adapters all."""
+    params = nnx.state(abstract_model(model, config.lora), nnx.Param)
+    trains = trainable_filter(tuple(config.optimizer.trainable), params, bool(config.lora.rank))
+    trained, frozen = (named_leaves(tree) for tree in nnx.split_state(params, trains, ...))
+    family = model.family
+    head = "head/kernel" if "head/kernel" in trained | frozen else "embed/embedding"
+
+    def products(leaves: Mapping[str, Any]) -> float:
+        # A token passes the experts that it chose.
+        return sum(
+            leaf.size * (family.num_experts_per_tok / family.experts if "/experts/" in name else 1)
+            for name, leaf in leaves.items() if name.endswith("/kernel") or name == head
+        )  # fmt: skip
+
+    share = products(frozen) / (products(trained) + products(frozen))
+    adapters = sum(leaf.size for name, leaf in trained.items() if is_adapter(name))
+    # Without anything that trains before the last norm there is no way back through the layers.
+    through = any(name.split("/")[0] not in ("norm", "head") for name in trained)
+
+    def flops(length: int) -> float | None:
+        # Without other tokens to look at, all are of matrices: two for each number, and as many again for its gradient.
+        of_matrices = family.flops_per_token(0)
+        return family.flops_per_token(length) - share * of_matrices / 3 + 6.0 * adapters if through else None
+
+    return flops
 
 
 def _loss(model: ModelSpec) -> Callable[[Any, Any], Any]:

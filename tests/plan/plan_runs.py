@@ -37,7 +37,7 @@ def small(mesh: dict[str, int] | None = None, **train: Any) -> Config:
 def config_of(case: dict[str, Any]) -> Config:
     """The config of a layout of `measured.json`."""
     model = MEASURED["models"][case["model"]]
-    settings = {"mesh": case["mesh"], "pipeline": case.get("pipeline", {}), "train": case["train"]}
+    settings = {name: case.get(name, {}) for name in ("mesh", "pipeline", "train", "lora", "precision")}
     return from_dict({"model": model, **settings})
 
 

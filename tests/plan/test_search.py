@@ -185,3 +185,21 @@ def test_what_cannot_be_is_one_line(by_formulas, tmp_path):
     target = aot.parse_target("tiny:2", aot.load_chips(chips))
     with pytest.raises(OutOfDeviceMemory, match="no layout fits: the smallest, by formulas, takes"):
         search(small(), target)
+
+
+def test_a_run_with_adapters_finds_a_layout_that_it_could_not_have_without(by_formulas):
+    """Of frozen matrices there are neither gradients nor moments, so fewer shards do."""
+    model = {
+        **WIDE,
+        "num_hidden_layers": 48,
+        "hidden_size": 4096,
+        "intermediate_size": 11264,
+        "head_dim": 256,
+    }
+    train = {"steps": 10, "global_batch_size": 8, "sequence_length": 512}
+    fields = {"model": model, "train": train, "precision": {"params": "bfloat16"}}
+    target = aot.parse_target("2xH100")
+    with pytest.raises((ConfigError, OutOfDeviceMemory), match="no layout fits"):
+        search(from_dict(fields), target)
+    found = search(from_dict({**fields, "lora": {"rank": 8}}), target)
+    assert found.best.fits and found.best.memory.optimizer < 0.05 * found.best.memory.parameters

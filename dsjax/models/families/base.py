@@ -385,6 +385,8 @@ def linear(ours: str, theirs: str, kernel: str, bias: str) -> list[Entry]:
 
 def seen(window: int | None, length: int) -> float:
     """Keys that a query sees, on average, in a causal sequence of a length."""
+    if not length:
+        return 0.0
     window = min(window or length, length)
     return window - window * (window - 1) / (2 * length)
 
