@@ -126,7 +126,12 @@ class Loop:
         self._balancer.close()
         self.recorder.drain()
         self._gone_back()
+        # By what it finds the best are kept; otherwise what was learned is saved before anything else.
+        if self.saving.config.disk.keep_best:
+            self._evaluate_at_the_end()
         self.saving.last(self.step, self.state)
+        if not self.saving.config.disk.keep_best:
+            self._evaluate_at_the_end()
         self._finish()
         return self.state
 
@@ -216,11 +221,18 @@ class Loop:
             plan.on_eval(step, results)
         recorder.start_clock()
 
-    def _finish(self) -> None:
-        """The last evaluation, or the reason why the run is not at its end."""
-        step, steps = self.step, self.plan.steps
-        if step == steps and not self.cut_off and self.plan.eval_every and step > self.start:
+    def _evaluate_at_the_end(self) -> None:
+        step = self.step
+        if step == self.plan.steps and not self.cut_off and self.plan.eval_every and step > self.start:
             self._evaluate()
+
+    def _finish(self) -> None:
+        """The reason why the run is not at its end, if it is not.
+
+        Raises:
+          Preempted: always then.
+        """
+        step, steps = self.step, self.plan.steps
         if step == steps and not self.cut_off:
             return
         voted = self.cut_off or self.recorder.asked & STOP

@@ -18,6 +18,7 @@ import dsjax
 from dsjax.checkpoint import listing
 from dsjax.checkpoint.snapshots import snapshot_directory
 from dsjax.checkpoint.snapshots.file import read_index
+from dsjax.checkpoint.stored import metric_of
 from dsjax.config.checkpoint import MemoryConfig
 from dsjax.errors import ConfigError, InputError, Preempted
 from dsjax.faults import VARIABLE, Faults
@@ -113,7 +114,10 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     fit(tmp_path, {"disk": {"every": 3, "keep": 1, "keep_best": 1}})
     evaluated = {line["step"]: line["eval"]["heldout"]["loss"] for line in lines(tmp_path) if "eval" in line}
     assert set(evaluated) == {3, 6, 9}
-    assert saved(tmp_path) == sorted({9, min((3, 6), key=lambda step: evaluated[step])})
+    assert saved(tmp_path) == sorted({9, min(evaluated, key=lambda step: evaluated[step])})
+    for step in saved(tmp_path):
+        found = metric_of(tmp_path / "checkpoints" / str(step), "heldout.loss")
+        assert found == pytest.approx(evaluated[step], rel=1e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
