@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
 
 T = TypeVar("T")
 
@@ -46,3 +49,36 @@ def compiled_around(
                 raise
         tried[found.option] = False
         notes.append(f"XLA: {found.option}=false: {found.why}")
+
+
+class JittedAround(Generic[T]):
+    """`jax.jit` of a function with XLA's options, compiled around what they break; a warning says what was changed.
+
+    Args:
+      how: `jax.jit`'s own.
+
+    Attributes:
+      jitted: the jitted function as it was compiled last.
+    """
+
+    def __init__(self, function: Callable[..., T], options: Mapping[str, Any], **how: Any):
+        self._function, self._how = function, how
+        self._use(options)
+
+    def _use(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self.jitted: Any = jax.jit(self._function, compiler_options=dict(options), **self._how)
+
+    def __call__(self, *args: Any) -> T:
+        """The function's result."""
+
+        def run(options: dict[str, Any]) -> T:
+            if options != self._options:
+                self._use(options)
+            result: T = self.jitted(*args)
+            return result
+
+        result, _, notes = compiled_around(run, self._options)
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
+        return result

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dsjax.backend.compiling import JittedAround
 from dsjax.mesh import BATCH_AXES, batch_shards, constrain, use_layout
 from dsjax.models import Decoder
 from dsjax.models.decoding import attach, cache_shapes, written
@@ -94,8 +95,8 @@ class _Rows:
             with use_layout(self.program.layout):
                 return function(*args)
 
-        options = dict(self.program.compiler_options)
-        return jax.jit(under, out_shardings=out_shardings, donate_argnums=donated, compiler_options=options)
+        options = self.program.compiler_options
+        return JittedAround(under, options, out_shardings=out_shardings, donate_argnums=donated)
 
 
 class Cached(_Rows):

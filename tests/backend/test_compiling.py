@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from dsjax.backend.compiling import compiled_around
+from dsjax.backend.compiling import JittedAround, compiled_around
 
 TRITON, DOUBLED = "xla_gpu_enable_triton_gemm", "xla_gpu_enable_while_loop_double_buffering"
 
@@ -47,3 +48,29 @@ def test_other_faults_and_those_that_stay_are_raised(said):
     with pytest.raises(RuntimeError, match=said):
         compiled_around(compile_with, {TRITON: False})
     assert len(calls) == 1
+
+
+def test_a_jitted_function_goes_on_without_the_option(monkeypatch):
+    tried = []
+
+    def jit(function, compiler_options, donate_argnums):
+        tried.append(compiler_options)
+
+        def call(*args):
+            if compiler_options.get(TRITON) is not False:
+                raise RuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy")
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr("jax.jit", jit)
+    called = JittedAround(lambda x, y: x - y, {DOUBLED: True}, donate_argnums=1)
+    with pytest.warns(UserWarning, match=TRITON):
+        assert called(5, 3) == 2
+    assert called(7, 3) == 4
+    assert tried == [{DOUBLED: True}, {DOUBLED: True, TRITON: False}]
+
+
+def test_a_jitted_function_computes_with_its_options():
+    called = JittedAround(lambda x: x + 1, {"xla_cpu_enable_fast_math": False})
+    assert called(1.0) == 2.0 and called(np.ones(3, np.int32)).tolist() == [2, 2, 2]

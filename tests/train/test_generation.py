@@ -154,7 +154,7 @@ def test_prompts_of_many_lengths_share_their_programs() -> None:
         told(generator, state, [Prompt([1] * length, 2)])
     way: Any = generator._way
     lengths = {bucket(n) for n in (128, 256)}
-    assert way._prefill._cache_size() == way._next._cache_size() == len(lengths) == 2
+    assert way._prefill.jitted._cache_size() == way._next.jitted._cache_size() == len(lengths) == 2
 
 
 class Net(nnx.Module):
@@ -233,7 +233,7 @@ def compiled(room: int, **mesh: int) -> tuple[Any, int]:
     weights = (state.params, state.model_state)
     carry = way.begin(weights, [Prompt([1], room)] * 2, 2)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(carry["caches"]))
-    return way._next.lower(weights, carry).compile(), held
+    return way._next.jitted.lower(weights, carry).compile(), held
 
 
 def test_a_token_reads_caches_where_they_lie() -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dsjax.backend.compiling import compiled_around
 from dsjax.errors import OutOfDeviceMemory
 from dsjax.mesh import batch_shards, devices_by_shard, gather_all, named_leaves, use_layout
 from dsjax.models.calls import intercepted, opened
@@ -175,11 +176,7 @@ class Tapped:
         self._program = program
         self._compiled: Any = None
         self._points: list[Point] = []
-        self._run = jax.jit(
-            self._readings,
-            out_shardings=program.replicated,
-            compiler_options=dict(program.compiler_options) or None,
-        )
+        self._run = jax.jit(self._readings, out_shardings=program.replicated)
 
     def __call__(self, state: State, batch: Any, now: tuple[Any, ...]) -> Readings:
         """What the taps read.
@@ -192,7 +189,8 @@ class Tapped:
         if self._compiled is None:
             compiled, failed = None, None
             try:
-                compiled = self._run.lower(*given).compile()
+                lowered = self._run.lower(*given)
+                compiled = compiled_around(lowered.compile, self._program.compiler_options)[0]
             except Exception as error:
                 failed = error
             # All processes run it, or none.
