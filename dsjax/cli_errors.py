@@ -25,6 +25,8 @@ from dsjax.train.signals import stop_outside_of_training
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # as a shell names the end by Ctrl-C
 EXIT_BROKEN_PIPE = 128 + 13  # likewise by SIGPIPE
 
+# Of one cause there may be a line for each tensor of a model.
+_LINES = 21
 _LESS_MEMORY = (
     "raise train.gradient_accumulation_steps, set train.remat=full, shard over more devices (mesh.fsdp) "
     "or shorten train.sequence_length"
@@ -56,6 +58,8 @@ def report(error: BaseException) -> int:
     if _stdout_is_gone(error):
         return EXIT_BROKEN_PIPE
     lines, code = describe(error)
+    if len(lines) > _LINES:
+        lines = [*lines[: _LINES - 1], f"... and {len(lines) - _LINES + 1} more lines"]
     if _debugging() and not isinstance(error, SystemExit):
         traceback.print_exception(error)
     _print(lines)

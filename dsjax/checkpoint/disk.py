@@ -223,7 +223,7 @@ class DiskCheckpoints:
         def read() -> tuple[dict[str, Any], dict[str, Any]]:
             facts, stored = self.facts(step), stored_arrays(path)
             considered = stored if whole else {name: stored[name] for name in wanted if name in stored}
-            check_matches(considered, wanted, f"checkpoint {path}")
+            check_matches(considered, wanted, f"checkpoint {path}", "run.dir" if whole else "checkpoint")
             return read_arrays(path, wanted), facts
 
         result, facts = together(read)

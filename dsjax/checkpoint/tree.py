@@ -48,12 +48,15 @@ def from_stored(stored: Mapping[str, Any], like: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def check_matches(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
+def check_matches(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str, instead: str = "run.dir"
+) -> None:
     """Refuses a checkpoint whose arrays are not those of the model.
 
     Args:
       stored: nested metadata (shape, dtype) of what the checkpoint holds.
       wanted: nested abstract arrays of what the run needs.
+      instead: what else could be another one.
 
     Raises:
       InputError: naming the paths that are missing, unexpected or of another shape or type.
@@ -79,4 +82,4 @@ def check_matches(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: s
             why = "holds another optimizer's state; put optimizer.kind and optimizer.state_dtype back"
         else:
             why = "does not match this model; use the model it was made with"
-        raise InputError([f"{where} {why}, or use another run.dir", *shown])
+        raise InputError([f"{where} {why}, or use another {instead}", *shown])

@@ -44,6 +44,7 @@ def load(
 ) -> Config:
     """The config that `files`, then the environment, then `overrides` (``key=value``) describe.
 
+    A run's directory stands for the config.yaml in it.
     `environ` is os.environ where it is None.  Raises ConfigError with every fault found, one
     line each.
     """
@@ -112,7 +113,14 @@ def _file(path: Path, faults: list[str]) -> Tree:
         return {}
     except IsADirectoryError:
         inside = path / "config.yaml"
-        faults.append(f"{path}: is a directory{f'; did you mean {inside}?' if inside.is_file() else ''}")
+        if inside.is_file():
+            # A run, wherever it lies now.
+            stored = _file(inside, faults)
+            _merge(stored, _assigned(["run", "dir"], str(path), "", faults))
+            return stored
+        saved = (path / "config.json").is_file()
+        hint = f"; it is a saved model: dsjax hf import {path} RUN makes a run of it" if saved else ""
+        faults.append(f"{path}: is a directory without a config.yaml{hint}")
         return {}
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         faults.append(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")

@@ -203,14 +203,33 @@ def _whole(text: str) -> str:
     return text
 
 
+# Who speaks in ShareGPT's records.
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "system": "system", "tool": "tool", "function_response": "tool", "observation": "tool",
+}  # fmt: skip
+
+
+def _as_message(message: Any) -> Any:
+    """ShareGPT's from and value as role and content; anything else as it is."""
+    if not isinstance(message, dict) or "role" in message or message.get("from") not in _ROLES:
+        return message
+    rest = {name: value for name, value in message.items() if name not in ("from", "value")}
+    return {"role": _ROLES[message["from"]], "content": message.get("value"), **rest}
+
+
 def _conversation(line: bytes, field: str, record: int, path: str, position: int) -> Document:
     content = _parse_object(line, field)
     messages = content[field]
     if not isinstance(messages, list):
         raise _Fault(f"field {field} takes a list of messages, got {type(messages).__name__}")
+    messages = [_as_message(message) for message in messages]
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _Fault(f"message {number} takes an object with a role and content")
+            raise _Fault(
+                f"message {number} takes an object with a role and content (or from and value, the former one of "
+                f"{', '.join(_ROLES)})"
+            )
         if not isinstance(message.get("content"), str | None):
             raise _Fault(f"message {number}: content takes text, got {type(message['content']).__name__}")
     _whole(json.dumps([messages, content.get("tools")], ensure_ascii=False))

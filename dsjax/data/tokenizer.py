@@ -200,6 +200,33 @@ class HuggingFaceTokenizer(Tokenizer):
                 shutil.copyfile(self.file.with_name(name), directory / name)
         shutil.copyfile(self.file, directory / TOKENIZER_FILE)
 
+    def begun(self) -> dict[str, bytes]:
+        """Files of the tokenizer, by name, with which the transformers library begins a text as rows do here: with BOS.
+
+        Empty where it does so anyway, or there is none.
+        """
+        import tokenizers
+
+        tokens = self._templated
+        if self.bos_id is None or tokens.encode("a").ids[:1] == [self.bos_id]:
+            return {}
+        first = tokens.id_to_token(self.bos_id)
+        new, _ = _load_json(self.file)
+        template = tokenizers.processors.TemplateProcessing(
+            single=[first, "$A"], pair=[first, "$A", "$B"], special_tokens=[(first, self.bos_id)]
+        )
+        own = [] if new.post_processor is None else [new.post_processor]
+        new.post_processor = tokenizers.processors.Sequence([*own, template])
+        ends = {} if self.eos_id is None else {"eos_token": tokens.id_to_token(self.eos_id)}
+        # Another class makes a post-processor of its own.
+        settings = {
+            **self._settings,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": first,
+            **ends,
+        }
+        return {TOKENIZER_FILE: new.to_str().encode(), _CONFIG_FILE: json.dumps(settings, indent=2).encode()}
+
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[list[int], list[int]]:
         """See `Tokenizer.chat`."""
         if self._template is None:

@@ -111,8 +111,9 @@ class TrainData:
             return f"synthetic, {text}"
         store, held = self._corpus.stores[number], self._corpus.held[number]
         full = rows.pairs / (len(rows) * size)
+        left = "" if self._config.eval.every or not held.any() else ", not evaluated as eval.every is 0"
         parts = [
-            f"{counted(int((~held).sum()), 'document')} ({np.count_nonzero(held):,} more held out)",
+            f"{counted(int((~held).sum()), 'document')} ({np.count_nonzero(held):,} more held out{left})",
             f"{rows.pairs:,} tokens an epoch",
             f"{text}, {full:.1%} full",
         ]

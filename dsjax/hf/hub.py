@@ -9,6 +9,8 @@ from typing import Literal
 from dsjax.errors import ConfigError, InputError
 
 SCHEME = "hf://"
+KEPT = "hf"
+"""Where a run's directory keeps what stood beside the weights that it began with."""
 What = Literal["config", "tokenizer", "weights", "adapter"]
 SETTINGS = ("config.json", "generation_config.json")
 TOKENIZER = (
@@ -32,7 +34,8 @@ def is_saved_model(source: str | Path) -> bool:
 def local(source: str | Path, key: str, what: What) -> Path:
     """The path here of what a setting names.
 
-    Of `hf://org/name` or `hf://org/name@revision` what is asked for is fetched, unless it was before; huggingface_hub
+    Of a run's directory configs and tokenizers are those that it keeps of the model that it began with. Of
+    `hf://org/name` or `hf://org/name@revision` what is asked for is fetched, unless it was before; huggingface_hub
     keeps it, and fetches nothing where HF_HUB_OFFLINE=1.
 
     Args:
@@ -45,7 +48,9 @@ def local(source: str | Path, key: str, what: What) -> Path:
     """
     source = str(source)
     if not source.startswith(SCHEME):
-        return Path(source).expanduser()
+        path = Path(source).expanduser()
+        kept = what in ("config", "tokenizer") and not any((path / name).is_file() for name in _WANTED[what])
+        return path / KEPT if kept and (path / KEPT).is_dir() else path
     name, _, revision = source.removeprefix(SCHEME).partition("@")
     if not all(part.strip(".") for part in name.split("/")) or name.count("/") > 1:
         raise ConfigError(f"{key}: takes hf://org/name or hf://org/name@revision, got {source}")

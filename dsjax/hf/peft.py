@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from dsjax.config.lora import LoraConfig
 from dsjax.errors import ConfigError, InputError
 from dsjax.files import write_atomically
+from dsjax.hf.save import DTYPES
 from dsjax.hf.tensors import Tensors
 from dsjax.models.adapters import RANK, A, B, is_adapter
 from dsjax.models.weights import Box, Entry, Get, WeightMap
@@ -187,8 +188,8 @@ def _along_diagonal(parts: Sequence[_Part], matrices: Sequence[np.ndarray]) -> n
     return whole
 
 
-def save(directory: Path, adapters: Adapters, get: Get, settings: Mapping[str, Any]) -> int:
-    """Writes adapters into a directory that is empty or not there; how many tensors.
+def save(directory: Path, adapters: Adapters, get: Get, settings: Mapping[str, Any], dtype: str) -> int:
+    """Writes adapters into a directory that is empty or not there, in a type of `DTYPES`; how many tensors.
 
     Raises:
       InputError: the directory holds something.
@@ -196,7 +197,7 @@ def save(directory: Path, adapters: Adapters, get: Get, settings: Mapping[str, A
     if directory.exists() and any(directory.iterdir()):
         raise InputError(f"{directory} is not empty; give a directory that is, or is not there yet")
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = adapters.tensors(get)
+    tensors = {name: tensor.astype(DTYPES[dtype]) for name, tensor in adapters.tensors(get).items()}
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     write_atomically(directory / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
     return len(tensors)
@@ -214,7 +215,9 @@ class Saved:
 
     def __init__(self, directory: Path, adapters: Adapters, lora: LoraConfig):
         key = "lora.init_from"
-        settings, self._tensors = _read_settings(directory, key), Tensors(directory, key)
+        settings = _read_settings(directory, key)
+        _refuse_others(settings, adapters)
+        self._tensors = Tensors(directory, key)
         self._read: dict[str, tuple[str, tuple[slice, slice]]] = {}
         self.shapes = dict(self._tensors.shapes)
         faults = _unlike(settings, adapters, lora)
@@ -280,6 +283,28 @@ def _read_settings(directory: Path, key: str) -> dict[str, Any]:
     return settings
 
 
+def _refuse_others(settings: Mapping[str, Any], adapters: Adapters) -> None:
+    """Refuses adapters beside other layers in one line: else each of their tensors would be missing.
+
+    Raises:
+      InputError: naming what to set.
+    """
+    theirs = settings.get("target_modules")
+    if not isinstance(theirs, list):
+        return  # a regular expression; the tensors tell
+    here = set(adapters.parts)
+    met = {
+        name: {module for module in here if module == name or module.endswith(f".{name}")} for name in theirs
+    }
+    if all(met.values()) and here == set().union(*met.values()):
+        return
+    own = sorted({_end(module) for module in here})
+    raise InputError(
+        f"lora.init_from: its adapters are beside {', '.join(sorted(theirs))}, and here they are beside "
+        f"{', '.join(own)}; set lora.targets to the same layers"
+    )
+
+
 def _unlike(settings: Mapping[str, Any], adapters: Adapters, lora: LoraConfig) -> list[str]:
     """What saved adapters compute otherwise than those here."""
     key = "lora.init_from"
@@ -292,12 +317,13 @@ def _unlike(settings: Mapping[str, Any], adapters: Adapters, lora: LoraConfig) -
         rank = _of_module(settings.get("rank_pattern") or {}, module, settings.get("r", 8))
         alpha = _of_module(settings.get("alpha_pattern") or {}, module, settings.get("lora_alpha", 8))
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-        if not math.isclose(scale, lora.scale, rel_tol=1e-6):
+        of_ours = {lora.rank, lora.rank * max(1, len(adapters.parts[module]))}
+        if not math.isclose(scale, lora.scale, rel_tol=1e-6) or rank not in of_ours:
             said = "lora.rank_stabilized=true " if settings.get("use_rslora") else ""
             return [
                 *faults,
-                f"lora.alpha: what adapters add is multiplied by {lora.scale:g}, in {key} by {scale:g} ({module}); set "
-                f"{said}lora.rank={rank} lora.alpha={alpha:g}",
+                f"lora.alpha: adapters of rank {lora.rank} are multiplied by {lora.scale:g}, in {key} those of "
+                f"rank {rank} by {scale:g} ({module}); set {said}lora.rank={rank} lora.alpha={alpha:g}",
             ]
     return faults
 

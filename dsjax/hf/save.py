@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ from dsjax.hf.hub import SETTINGS, TOKENIZER
 from dsjax.hf.tensors import INDEX
 from dsjax.models.weights import Get, WeightMap
 
-KEPT = "hf"
-"""Where a run's directory keeps what stood beside the weights that it began with."""
 DTYPES: Mapping[str, Any] = {
     "float32": np.float32,
     "bfloat16": ml_dtypes.bfloat16,
@@ -36,10 +34,12 @@ class Side:
     Attributes:
       config: of config.json.
       files: to be copied, their names unchanged.
+      made: others, by name; they stand in for copied ones.
     """
 
     config: Mapping[str, Any]
     files: tuple[Path, ...] = ()
+    made: Mapping[str, bytes] = field(default_factory=dict)
 
     @staticmethod
     def of(directory: Path) -> Side:
@@ -55,6 +55,8 @@ class Side:
         directory.mkdir(parents=True, exist_ok=True)
         for file in self.files:
             shutil.copyfile(file, directory / file.name)
+        for name, content in self.made.items():
+            write_atomically(directory / name, content)
         if self.config:
             text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
             write_atomically(directory / SETTINGS[0], text.encode())

@@ -156,7 +156,11 @@ def _meaningless(pattern: str, meant: Mapping[str, Any], able: Sequence[str]) ->
             return f"lora.targets: {path} can have no adapter: {_reason(module)}; leave out {pattern!r}"
     ends = {path.rpartition("/")[2] for path in able}
     near = difflib.get_close_matches(pattern, sorted({*able, *ends}, key=len), 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(able[:6])}"
+    hint = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"there are {', '.join(able[:6])}{' ...' if len(able) > 6 else ''}"
+    )
     return f"lora.targets: no layer is meant by {pattern!r}: {hint}"
 
 

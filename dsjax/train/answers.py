@@ -80,8 +80,9 @@ class _Answer:
         said = self.asked.said
         told = {"prompt": said} if isinstance(said, str) else {"messages": said}
         ended = "length" if self.tokens == self.prompt.room else "end"
+        known = {} if self.asked.known is None else {"reference": self.asked.known}
         rest = {"answer": self.text, "tokens": self.tokens, "ended": ended}
-        line = {"number": self.number, "sample": self.sample, **told, **rest}
+        line = {"number": self.number, "sample": self.sample, **told, **known, **rest}
         return json.dumps(line, ensure_ascii=False) + "\n"
 
     def page(self, several: bool) -> str:
@@ -154,6 +155,12 @@ class Questions:
         tokens = [one.tokens(job.tokenizer) for one in asked]
         rooms, notes = check_room(asked, tokens, job.model.family, wanted)
         chat = any(not isinstance(one.said, str) for one in asked)
+        known = sum(one.known is not None for one in asked)
+        if known:
+            notes = [
+                *notes,
+                f"{known} of {len(asked)} conversations end with the assistant's own words, which are left out",
+            ]
         return Questions(
             asked, tokens, rooms, ends_of(job.tokenizer, Path(job.config.run.directory), chat), notes
         )

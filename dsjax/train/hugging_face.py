@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dsjax.checkpoint import DiskCheckpoints
@@ -20,10 +22,10 @@ from dsjax.config import Config, load
 from dsjax.config.schema import MeshConfig, ModelConfig
 from dsjax.data.tokenizer import TOKENIZER_FILE, HuggingFaceTokenizer, load_tokenizer
 from dsjax.errors import ConfigError, InputError
-from dsjax.hf.hub import is_saved_model, local
+from dsjax.hf.hub import KEPT, SETTINGS, is_saved_model, local
 from dsjax.hf.peft import Adapters
 from dsjax.hf.peft import save as save_adapters
-from dsjax.hf.save import DTYPES, KEPT, Side, save
+from dsjax.hf.save import DTYPES, Side, save
 from dsjax.hf.tensors import Tensors
 from dsjax.mesh import named_leaves
 from dsjax.models import FAMILIES, ModelSpec, build
@@ -44,7 +46,11 @@ _COMPARED, _TOLERANCE = 64, 1e-4
 def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar on a terminal, and nothing elsewhere; what is given is to be called after each of `total`."""
     columns = TextColumn("{task.description}"), *Progress.get_default_columns()[1:2]
-    with Progress(*columns, MofNCompleteColumn(), TimeRemainingColumn(), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, MofNCompleteColumn(), TimeRemainingColumn(), transient=True, console=console,
+        disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
 
@@ -147,7 +153,7 @@ def export_run(
     store = DiskCheckpoints(config.checkpoint.disk.directory(run), config.checkpoint.disk)
     leaves, weights = _parameters(program, store, step), family.weights()
     if adapter:
-        return _export_adapters(Path(directory), stored, leaves, weights)
+        return _export_adapters(Path(directory), stored, leaves, weights, dtype or "float32")
     get, side = (
         _merged(leaves, stored.lora.scale if stored.lora.rank else 0.0),
         _side(config, family, Path(run)),
@@ -157,7 +163,7 @@ def export_run(
     settings = {**side.config, "dtype" if "dtype" in side.config else "torch_dtype": dtype}
     with _progress("writing", len(weights.tensors)) as advance:
         written = save(
-            Path(directory), weights, get, Side(settings, side.files), dtype=dtype, shard_bytes=shard_bytes,
+            Path(directory), weights, get, replace(side, config=settings), dtype=dtype, shard_bytes=shard_bytes,
             exact=family.exact_tensors,
             on_tensor=advance,
         )  # fmt: skip
@@ -202,9 +208,9 @@ def _merged(leaves: Mapping[str, np.ndarray], scale: float) -> Get:
 
 
 def _export_adapters(
-    directory: Path, config: Config, leaves: Mapping[str, np.ndarray], weights: WeightMap
+    directory: Path, config: Config, leaves: Mapping[str, np.ndarray], weights: WeightMap, dtype: str
 ) -> int:
-    """Writes a run's adapters as PEFT does.
+    """Writes a run's adapters as PEFT does, in a type.
 
     Raises:
       ConfigError: there are none, or more than they was trained.
@@ -220,8 +226,9 @@ def _export_adapters(
     adapters.refuse_of_experts()
     base = config.run.init_from
     named = base if base is not None and is_saved_model(base) else None
-    count = save_adapters(directory, adapters, _merged(leaves, 0.0), adapters.settings(config.lora, named))
-    print(f"{count} tensors of adapters of rank {config.lora.rank}: {directory}")
+    settings = adapters.settings(config.lora, named)
+    count = save_adapters(directory, adapters, _merged(leaves, 0.0), settings, dtype)
+    print(f"{count} tensors of {dtype}, adapters of rank {config.lora.rank}: {directory}")
     if named is None:
         print(f"they belong to what the run began with ({base or 'random weights'}), which is no saved model")
     return 0
@@ -230,12 +237,17 @@ def _export_adapters(
 def _side(config: Config, family: FamilyConfig, run: Path) -> Side:
     """What stands beside the weights: as the run was given it, changed where its settings are others."""
     kept = Side.of(run / KEPT) if (run / KEPT).is_dir() else Side({})
-    files = kept.files
-    if not files and config.data.tokenizer != "bytes":
-        tokenizer = load_tokenizer(config)
-        assert isinstance(tokenizer, HuggingFaceTokenizer)
-        files = Side.of(tokenizer.file.parent).files
-    return Side(family.saved_config(kept.config), files)
+    if kept.files:
+        return Side(family.saved_config(kept.config), kept.files)
+    tokenizer = load_tokenizer(config)
+    files = Side.of(tokenizer.file.parent).files if isinstance(tokenizer, HuggingFaceTokenizer) else ()
+    if kept.config:
+        return Side(family.saved_config(kept.config), files)
+    # Of a model that was trained from nothing nobody else knows with what its texts begin and end.
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    made = tokenizer.begun() if isinstance(tokenizer, HuggingFaceTokenizer) else {}
+    made[SETTINGS[1]] = json.dumps(ids, indent=2).encode()
+    return Side({**family.saved_config({}), **ids}, files, made)
 
 
 # ---- check -----------------------------------------------------------------------------------------
@@ -251,6 +263,8 @@ def check_model(source: str) -> int:
     model, tensors, vocabulary = _in_memory(directory)
     stored = sorted({str(dtype) for dtype in tensors.dtypes.values()})
     print(f"{len(tensors.shapes)} tensors of {', '.join(stored)}: all that the model needs, and no others")
+    for line in _of_ends(directory):
+        print(line)
     tokens = np.random.default_rng(0).integers(0, vocabulary, (1, _COMPARED), dtype=np.int32)
     try:
         theirs = _reference(directory, tokens)
@@ -265,6 +279,24 @@ def check_model(source: str) -> int:
             f"hf check: logits differ by {off:.1e}; {_TOLERANCE * max(1.0, size):.1e} is what rounding makes"
         )
     return 0
+
+
+def _of_ends(directory: Path) -> list[str]:
+    """What is to be said of the token that ends a text, where config and tokenizer disagree."""
+    if not (directory / TOKENIZER_FILE).is_file():
+        return []
+    end = HuggingFaceTokenizer(directory / TOKENIZER_FILE).eos_id
+    told = [Side.of(directory).config]
+    generation = directory / SETTINGS[1]
+    told += [json.loads(generation.read_text(encoding="utf-8"))] if generation.is_file() else []
+    found = [one["eos_token_id"] for one in told if one.get("eos_token_id") is not None]
+    known = [number for one in found for number in (one if isinstance(one, list) else [one])]
+    if end is None or end in known:
+        return []
+    said = ", ".join(map(str, known)) or "not set"
+    return [
+        f"eos_token_id is {said}, and the tokenizer ends a text with {end}: transformers would not stop there"
+    ]
 
 
 def _in_memory(directory: Path) -> tuple[Any, Tensors, int]:
@@ -298,7 +330,10 @@ def _reference(directory: Path, tokens: np.ndarray) -> np.ndarray:
     """The transformers library's logits, fp32."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(directory, torch_dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         return np.asarray(model(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy())

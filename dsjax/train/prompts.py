@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,7 @@ from typing import Any
 
 from dsjax.data import Tokenizer
 from dsjax.errors import InputError
-from dsjax.hf.hub import SETTINGS
-from dsjax.hf.save import KEPT
+from dsjax.hf.hub import KEPT, SETTINGS
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -24,11 +24,13 @@ class Asked:
       said: the text, or the conversation.
       place: where it was given, for messages.
       tools: what a conversation's template is to be told of.
+      known: an answer that was given along with it, and that a model is not told.
     """
 
     said: str | Messages
     place: str
     tools: Any = None
+    known: str | None = None
 
     @property
     def text(self) -> str:
@@ -64,8 +66,13 @@ def asked(texts: Sequence[str], file: str | None, chat: bool) -> list[Asked]:
     Raises:
       InputError: a file that cannot be read, or lines of it that are no prompts, a line a fault.
     """
-    found = [Asked(text, "--prompt") for text in texts]
-    found += [] if file is None else _from_file(Path(file).expanduser())
+    of_file = [] if file is None else _from_file(Path(file).expanduser())
+    return [*asked_of(texts, "--prompt", chat), *(map(_as_user, of_file) if chat else of_file)]
+
+
+def asked_of(texts: Sequence[str], place: str, chat: bool) -> list[Asked]:
+    """Texts that a setting gives; `chat`: they are what a user says to an assistant."""
+    found = [Asked(text, place) for text in texts]
     return [_as_user(one) for one in found] if chat else found
 
 
@@ -118,8 +125,13 @@ def _parsed(line: str, place: str) -> Asked | None:
     prompt, messages = value.get("prompt"), value.get("messages")
     if isinstance(prompt, str) and messages is None:
         return Asked(prompt, place)
-    whole = isinstance(messages, list) and all(_is_message(message) for message in messages)
-    return Asked(messages, place, value.get("tools")) if prompt is None and messages and whole else None
+    if prompt is not None or not isinstance(messages, list) or not all(map(_is_message, messages)):
+        return None
+    # Conversations to learn from end with what the assistant is to say.
+    known = list(itertools.takewhile(lambda message: message["role"] == "assistant", reversed(messages)))
+    told = messages[: len(messages) - len(known)]
+    answer = "\n".join(message.get("content") or "" for message in reversed(known)) if known else None
+    return Asked(told, place, value.get("tools"), answer) if told else None
 
 
 def _is_message(message: Any) -> bool:

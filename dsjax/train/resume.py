@@ -16,10 +16,10 @@ from dsjax.checkpoint.places import checkpoints_of, put_aside
 from dsjax.checkpoint.stored import stored_arrays
 from dsjax.config import Config
 from dsjax.errors import ConfigError, Damaged, InputError
-from dsjax.hf.hub import is_saved_model, local
+from dsjax.hf.hub import KEPT, is_saved_model, local
 from dsjax.hf.load import loaded
 from dsjax.hf.peft import Adapters, Saved
-from dsjax.hf.save import KEPT, Side
+from dsjax.hf.save import Side
 from dsjax.hf.tensors import Tensors
 from dsjax.mesh import map_named, named_leaves
 from dsjax.models.adapters import is_adapter
@@ -95,7 +95,10 @@ def restore(program: Program, store: Store, step: int | None = None) -> tuple[St
     if step is None:
         step = store.latest_step()
         if step is None:
-            raise InputError(f"no checkpoint in {store.directory}; train first, or set run.dir")
+            raise InputError(
+                f"no checkpoint in {store.directory}; train first, set run.dir, or make a run of a saved model "
+                "(dsjax hf import)"
+            )
     return restored(program, store, step, store.facts(step))
 
 
@@ -243,7 +246,7 @@ def _begun(program: Program, state: State, config: Config) -> State:
     if source is None:
         return state
     if is_saved_model(source):
-        return _from_saved_model(program, state, source, Path(config.run.directory))
+        return _from_saved_model(program, state, config)
     other = DiskCheckpoints(checkpoints_of(source))
     latest = other.latest_step()
     if latest is None:
@@ -273,15 +276,23 @@ def _from_run(program: Program, state: State, other: DiskCheckpoints, step: int)
     like: dict[str, dict[str, Any]] = {}
     for path, leaf in wanted.items():
         part = "model_state" if f"model_state/{path}" in there else "params"
-        like.setdefault(part, {})[path] = leaf
+        # As it is stored: precision.params may be another here.
+        dtype = there[f"{part}/{path}"].dtype if f"{part}/{path}" in there else leaf.dtype
+        like.setdefault(part, {})[path] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
     # The rest of that part (averages, random streams) is read along with it and left.
     for name, leaf in there.items():
         part, _, path = name.partition("/")
         if part == "model_state" and part in like and path not in like[part]:
             like[part][path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=program.replicated)
     stored, back = program.held(other.facts(step), like)
-    parts = back(other.restore_part(step, stored))
-    found = {path: leaf for part in parts.values() for path, leaf in part.items() if path in wanted}
+    try:
+        parts = back(other.restore_part(step, stored))
+    except InputError as error:
+        raise type(error)([f"run.init_from: {error.faults[0]}", *error.faults[1:]]) from None
+    found = {
+        path: leaf.astype(wanted[path].dtype)
+        for part in parts.values() for path, leaf in part.items() if path in wanted
+    }  # fmt: skip
     params, model_state = (
         map_named(lambda path, leaf: found.get(path, leaf), tree)
         for tree in (state.params, state.model_state)
@@ -303,9 +314,9 @@ def _with_adapters(program: Program, state: State, config: Config) -> State:
     return with_params(program, state, loaded(state.params, adapters.map, saved, program.slots))
 
 
-def _from_saved_model(program: Program, state: State, source: str, run: Path) -> State:
+def _from_saved_model(program: Program, state: State, config: Config) -> State:
     """The state with a saved model's weights; what stands beside them is kept in the run's directory."""
-    key = "run.init_from"
+    key, source = "run.init_from", str(config.run.init_from)
     if program.recipe.weights is None:
         raise ConfigError(
             f"{key}: {source} is a saved model of Hugging Face's, which only families of models read (model.kind), "
@@ -313,9 +324,17 @@ def _from_saved_model(program: Program, state: State, source: str, run: Path) ->
         )
     directory = together(lambda: local(source, key, "weights"))
     weights, tensors = program.recipe.weights(), Tensors(directory, key)
-    params, model_state = (
-        loaded(part, weights, tensors, program.slots) for part in (state.params, state.model_state)
-    )
+    side = Side.of(directory)
+    try:
+        params, model_state = (
+            loaded(part, weights, tensors, program.slots) for part in (state.params, state.model_state)
+        )
+    except InputError as error:
+        theirs = side.config.get("model_type")
+        if theirs in (None, config.model.kind):
+            raise
+        first = f"{key}: {source} is a {theirs}, and the model here is a {config.model.kind}; their tensors differ"
+        raise InputError([first, *error.faults]) from None
     if jax.process_index() == 0:
-        Side.of(directory).keep(run / KEPT)
+        side.keep(Path(config.run.directory) / KEPT)
     return with_params(program, replace(state, model_state=model_state), params)

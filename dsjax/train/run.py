@@ -14,7 +14,7 @@ from dsjax.errors import ConfigError, Damaged, InputError
 from dsjax.train.answers import Questions, Wanted, answer
 from dsjax.train.assemble import Assembled, assemble
 from dsjax.train.memory import GIB, bytes_a_device
-from dsjax.train.prompts import Asked
+from dsjax.train.prompts import Asked, asked_of
 from dsjax.train.sampling import Sampling
 from dsjax.train.state import State
 from dsjax.train.summary import compressed_bits, eval_table, show, where_things_lie
@@ -106,7 +106,8 @@ def _compressed(config: Config, sets: Mapping[str, EvalData]) -> dict[str, dict[
 
 def _samples(job: Assembled) -> Questions | None:
     """The config's prompts, refused before the first step if they cannot be answered."""
-    asked = [Asked(prompt, "eval.samples") for prompt in job.config.eval.samples]
+    # A run that learns conversations is asked as it is talked to.
+    asked = asked_of(job.config.eval.samples, "eval.samples", job.config.data.kind == "chat")
     return Questions.of(job, asked, job.config.eval.sample_tokens) if asked else None
 
 

@@ -106,7 +106,7 @@ class RunDirectory:
             raise ConfigError(
                 [
                     f"{self.path} was started with other settings; go on with those, choose another run.name, or "
-                    "pass --allow-config-change",
+                    "pass --allow-config-change (in Python allow_config_change=True)",
                     *differences,
                 ]
             )

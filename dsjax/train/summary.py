@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import lzma
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ def show(what: Any) -> None:
     if isinstance(what, str):
         print(what, flush=True)
     else:
-        Console(soft_wrap=True).print(what)
+        # Into a file all of a table's columns, whatever they are called.
+        Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200).print(what)
 
 
 def bits_per_byte(loss: float, tokens: float, num_bytes: int) -> float | None:
@@ -65,7 +67,7 @@ def eval_table(
         whole = math.isclose(result["tokens"], sets[name].num_tokens)
         bits = bits_per_byte(result["loss"], result["tokens"], sets[name].num_bytes) if whole else None
         table.add_row(
-            name,
+            name if sets[name].num_bytes else f"{name} (synthetic, no text)",
             f"{result['loss']:.4f}",
             f"{result['perplexity']:.2f}",
             f"{result['tokens']:,.0f}",

@@ -304,7 +304,11 @@ def test_files_that_cannot_be_opened(write, tmp_path):
     assert faults(files=["train.steps"]) == [
         "train.steps: no such file; an override is written train.steps=value"
     ]
-    assert faults(files=["runs"]) == ["runs: is a directory; did you mean runs/config.yaml?"]
+    assert load(["runs"]).run.directory == "runs"
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "config.json").write_text("{}")
+    said = "; it is a saved model: dsjax hf import saved RUN makes a run of it"
+    assert faults(files=["saved"]) == [f"saved: is a directory without a config.yaml{said}"]
     assert faults(files=["a\0b"]) == ["a\\x00b: cannot be read (embedded null byte)"]
     # What a missing file would have set is not also called missing.
     assert faults("data.kind=text", files=["gone.yaml"]) == ["gone.yaml: no such file"]

@@ -153,6 +153,28 @@ def test_batches_of_conversations(settings: Any, write_lines: Any, chat_tokenize
     assert any("1 conversation without the assistant skipped" in line for line in data.describe())
 
 
+def test_conversations_as_sharegpt_has_them(settings: Any, write_lines: Any, chat_tokenizer: str) -> None:
+    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "because"}]
+    path = write_lines(
+        "talk.jsonl", [{"conversations": talk}, {"conversations": [{"from": "robot", "value": ""}]}]
+    )
+    data = {
+        "kind": "chat",
+        "paths": path,
+        "tokenizer": chat_tokenizer,
+        "holdout": 0.0,
+        "field": "conversations",
+    }
+    with pytest.raises(
+        InputError, match=r"talk.jsonl:2: message 1 .*from and value, the former one of human"
+    ):
+        open_train(settings(data, sequence_length=48), np.arange(1))
+    path = write_lines("talk.jsonl", [{"conversations": talk}])
+    found = open_train(settings(data, sequence_length=48), np.arange(1))
+    row = found.sources[0].row(0)
+    assert found.tokenizer.decode(row["targets"][row["weights"] > 0].tolist()) == "because"
+
+
 @pytest.mark.parametrize("packing", ["pack", "concat", "none"])
 def test_rows_without_a_target_are_left_out(
     settings: Any, write_lines: Any, chat_tokenizer: str, packing: str

@@ -126,6 +126,12 @@ def test_the_layout_is_pefts(tmp_path: Path) -> None:
     assert len(tensors) == 2 * 2 * layers
 
 
+def test_adapters_have_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    begun("llama-llama3-tied", tmp_path / "run")
+    export_run(str(tmp_path / "run"), str(tmp_path / "out"), None, "bfloat16", 10**9, adapter=True)
+    assert {str(v.dtype) for v in load_file(tmp_path / "out" / WEIGHTS).values()} == {"bfloat16"}
+
+
 def test_one_adapter_for_queries_keys_and_values_is_read(tmp_path: Path) -> None:
     """As PEFT trains GPT-2's c_attn: the same A for all three."""
     begun("gpt2-plain", tmp_path / "run", "lora.targets=attention/[qkv]_proj")
@@ -169,12 +175,19 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
     first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     assert "lora.alpha" in refused("lora.alpha=5") and "lora.rank=3 lora.alpha=6" in refused("lora.alpha=5")
-    assert f"{first} has shape [3," in refused("lora.rank=2", "lora.alpha=4")
+    assert "those of rank 3 by 2" in refused("lora.rank=2", "lora.alpha=4")
     assert "lora.rank" in refused("lora.rank=0")
-    assert "up_proj.lora_A.weight is no tensor of this model" in refused("lora.targets=q_proj")
-    save_file({n: v for n, v in tensors.items() if n != first} | {"else": np.zeros(2)}, out / WEIGHTS)
+    beside = refused("lora.targets=q_proj")
+    assert "set lora.targets to the same layers" in beside and beside.count("\n") == 0
+    narrow = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
+    others = {n: v for n, v in tensors.items() if n != first} | {
+        "else": np.zeros(2),
+        narrow: tensors[narrow][:2],
+    }
+    save_file(others, out / WEIGHTS)
     found = refused()
     assert f"{first} is missing" in found and "else is no tensor of this model" in found
+    assert f"{narrow} has shape [2," in found
     for extra in ({"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}):
         (out / CONFIG).write_text(json.dumps({**told, **extra}))
         assert next(iter(extra)) in refused()

@@ -11,9 +11,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from dsjax.config import load
+from dsjax.data.tokenizer import HuggingFaceTokenizer
 from dsjax.errors import ConfigError, InputError
 from dsjax.hf.hub import is_saved_model, local
 from dsjax.hf.tensors import INDEX, Tensors
@@ -21,8 +23,11 @@ from dsjax.mesh import named_leaves
 from dsjax.train.assemble import program_for
 from dsjax.train.hugging_face import check_model, export_run, import_model
 from dsjax.train.resume import fresh_state
+from dsjax.train.run import train
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
+CHAT = Path(__file__).parents[1] / "data" / "fixtures" / "chat_tokenizer"
+TURN = [{"role": "user", "content": "hi"}]
 # One of each kind of weights: plain, biases and a window by layer, tied and scaled, fused, experts, latents.
 KINDS = (
     "llama-llama3-tied", "qwen2-windows-tied", "gemma2-capped", "gpt2-plain", "mixtral-plain", "deepseek_v3-plain",
@@ -179,6 +184,71 @@ def test_a_run_begun_from_another_has_all_that_it_learned(tmp_path: Path) -> Non
         assert json.loads((tmp_path / name / "hf" / "generation_config.json").read_text()) == {
             "eos_token_id": 7
         }
+
+
+def test_a_run_begins_with_parameters_of_another_type(tmp_path: Path) -> None:
+    import_model(str(FIXTURES / "deepseek_v3-plain"), str(tmp_path / "base"), [])
+    _, want = started_from(tmp_path / "base", tmp_path / "fp32", "lora.rank=2")
+    _, state = started_from(tmp_path / "base", tmp_path / "bf16", "lora.rank=2", "precision.params=bfloat16")
+    at = "layers/attention/kv_proj/kernel"
+    exact, got = (np.asarray(named_leaves(one.model_state)[at]) for one in (want, state))
+    assert got.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(got, exact.astype(ml_dtypes.bfloat16))
+    with pytest.raises(InputError) as error:
+        started_from(tmp_path / "base", tmp_path / "other", "model.moe_intermediate_size=12")
+    assert error.value.faults[0].startswith("run.init_from: checkpoint")
+    assert "run.dir" not in error.value.faults[0]
+
+
+def test_a_run_stands_for_the_config_and_the_tokenizer_that_it_keeps(tmp_path: Path) -> None:
+    source = copied("llama-plain", tmp_path / "source")
+    shutil.copyfile(CHAT / "tokenizer.json", source / "tokenizer.json")
+    import_model(str(source), str(tmp_path / "base"), [])
+    assert local(tmp_path / "base", "model.config", "config") == tmp_path / "base" / "hf"
+    assert local(tmp_path / "base", "data.tokenizer", "tokenizer") == tmp_path / "base" / "hf"
+    assert local(tmp_path / "source", "model.config", "config") == tmp_path / "source"
+
+
+def test_a_model_trained_from_nothing_says_with_what_texts_begin_and_end(tmp_path: Path, capfd: Any) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(CHAT, own)
+    plain = {**json.loads((own / "tokenizer.json").read_text()), "post_processor": None}
+    (own / "tokenizer.json").write_text(json.dumps(plain))
+    words = ["model.kind=llama", "model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2",
+             "model.intermediate_size=16", "model.max_position_embeddings=32", "data.kind=synthetic",
+             f"data.tokenizer={own}", "train.steps=1", "train.global_batch_size=8",
+             "train.sequence_length=16", f"run.dir={tmp_path / 'run'}"]  # fmt: skip
+    assert train(load([], words)) == 0
+    out = tmp_path / "out"
+    assert export_run(str(tmp_path / "run"), str(out), None, None, 10**9) == 0
+    ours = HuggingFaceTokenizer(own / "tokenizer.json")
+    ids = {"bos_token_id": ours.bos_id, "eos_token_id": ours.eos_id}
+    assert ids.items() <= json.loads((out / "config.json").read_text()).items()
+    assert json.loads((out / "generation_config.json").read_text()) == ids
+    theirs = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert theirs.encode("so be it").ids == [ours.bos_id, *ours.encode("so be it")]
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast" and settings["chat_template"]
+    # Read again it is the same tokenizer, and begins rows once.
+    again = HuggingFaceTokenizer(out / "tokenizer.json")
+    assert (again.bos_id, again.eos_id, again.encode("so")) == (ours.bos_id, ours.eos_id, ours.encode("so"))
+    assert again.begun() == {} and again.chat_prompt(TURN) == ours.chat_prompt(TURN)
+    assert check_model(str(out)) == 0 and "would not stop" not in capfd.readouterr().out
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
+    (out / "generation_config.json").unlink()
+    assert check_model(str(out)) == 0
+    assert f"eos_token_id is 7, and the tokenizer ends a text with {ours.eos_id}" in capfd.readouterr().out
+
+
+def test_weights_of_another_family_are_told_by_its_name_first(tmp_path: Path) -> None:
+    model = FIXTURES / "llama-plain"
+    config = load([], ["model.kind=llama", f"model.config={model}", f"run.init_from={FIXTURES / 'gpt2-plain'}",
+                       f"run.dir={tmp_path / 'run'}", "data.kind=synthetic", "train.sequence_length=16"])  # fmt: skip
+    program, _ = program_for(config, jax.devices()[:1])
+    with pytest.raises(InputError) as error:
+        fresh_state(program, config)
+    assert "is a gpt2, and the model here is a llama" in error.value.faults[0]
 
 
 def test_biases_of_routers_leave_in_float32(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,13 @@ import pytest
 from fixture import expected, load, spec_of, tensors_of, worst
 from flax import nnx
 
+from dsjax.config import load as load_config
 from dsjax.config.schema import ModelConfig
 from dsjax.errors import ConfigError
 from dsjax.mesh import Layout, make_mesh, named_leaves, use_layout
 from dsjax.models import FAMILIES, build
+from dsjax.train.hugging_face import check_model, export_run
+from dsjax.train.run import train
 
 GUIDE = Path(__file__).parents[2] / "docs" / "add-a-family.md"
 CASES = ("starcoder2-plain", "starcoder2-no-biases")
@@ -59,6 +63,23 @@ def test_it_is_cut_over_a_mesh_by_the_shared_table() -> None:
     with use_layout(layout):
         logits = nnx.jit(lambda model, tokens: model(tokens))(model, want["tokens"])
     assert worst(logits, want["logits"]) < 1e-4
+
+
+def test_it_is_saved_as_transformers_reads_it(tmp_path: Path, capfd: Any) -> None:
+    sizes = "hidden_size=16 num_hidden_layers=2 num_attention_heads=4 intermediate_size=24 vocab_size=259"
+    sizes += " max_position_embeddings=32"
+    words = [f"model.{word}" for word in ("kind=starcoder2 " + sizes).split()]
+    words += ["data.kind=synthetic", "train.steps=1", "train.global_batch_size=8", "train.sequence_length=16"]
+    assert train(load_config([], [*words, f"run.dir={tmp_path / 'run'}"])) == 0
+    out = tmp_path / "out"
+    assert export_run(str(tmp_path / "run"), str(out), None, None, 1 << 30) == 0
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["Starcoder2ForCausalLM"]
+    assert check_model(str(out)) == 0 and "no others" in capfd.readouterr().out
+
+
+def test_a_class_without_the_name_of_theirs_is_refused_when_it_is_written(family: Any) -> None:
+    with pytest.raises(TypeError, match="Other: set architecture"):
+        type("Other", (family,), {"model_type": "other", "__annotations__": {"model_type": "ClassVar[str]"}})
 
 
 def test_what_it_declares_with_one_value_is_refused_with_another() -> None:

@@ -55,6 +55,18 @@ def test_prompts_come_from_options_and_files(tmp_path: Path) -> None:
     assert [one.text for one in chat] == ["x", "a\nb", "hi"]
 
 
+def test_what_the_assistant_says_last_is_left_out_and_told(tmp_path: Path) -> None:
+    talk = [*TURN, {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "indeed"}]
+    lines = [{"messages": talk}, {"messages": [*talk, TURN[0]]}, {"messages": talk[1:]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    whole, asking = asked([], str(tmp_path / "p.jsonl"), chat=False)
+    assert (whole.said, whole.known) == (TURN, "yes\nindeed")
+    assert (asking.said, asking.known) == ([*talk, TURN[0]], None)
+    (tmp_path / "p.jsonl").write_text(json.dumps(lines[2]))
+    with pytest.raises(InputError, match=r"p\.jsonl:1 takes"):
+        asked([], str(tmp_path / "p.jsonl"), chat=False)
+
+
 @pytest.mark.parametrize(
     "name, content, line",
     [

@@ -52,7 +52,11 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 class FamilyConfig(Section):
     """A family: its config in Hugging Face's names, and what follows from it.
 
-    A class of its own sets `model_type` and gives `frame`, `axes`, `entries` and `flops_per_token`.
+    A class of its own sets `model_type` and `architecture` and gives `frame`, `axes`, `entries` and
+    `flops_per_token`.
+
+    Raises:
+      TypeError: a class that names its `model_type` and not its `architecture`.
     """
 
     model_type: ClassVar[str]
@@ -70,6 +74,11 @@ class FamilyConfig(Section):
     """Name of the class that reads it in the transformers library."""
     ignored_tensors: ClassVar[Sequence[str]] = ("*.rotary_emb.inv_freq",)
     prefix: ClassVar[str] = "model."
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        if "model_type" in vars(cls) and "architecture" not in vars(cls):
+            raise TypeError(f"{cls.__name__}: set architecture, the transformers library's class for it, too")
 
     vocab_size: PositiveInt
     tie_word_embeddings: bool = False
