@@ -200,7 +200,13 @@ def begin(
         raise InputError(
             f"run.resume is must but {tiers.disk.directory} holds no checkpoint; set run.resume to auto"
         )
-    return Start(program, fresh_state(program, config))
+    return Start(program, fresh_state(program, config), {"notes": _begun_from(config)})
+
+
+def _begun_from(config: Config) -> list[str]:
+    """With what a run begins that has no state of its own, in words."""
+    given = {"parameters": config.run.init_from, "adapters": config.lora.init_from}
+    return [f"begins with {what} of {source}" for what, source in given.items() if source is not None]
 
 
 def _allowed(given: State, disk: DiskCheckpoints, resume: str) -> State:

@@ -359,3 +359,23 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: Any) -> None:
     assert check_model("hf://org/name") == 0
     with pytest.raises(InputError, match=r"model.config: hf://org/other is not in the cache"):
         local("hf://org/other", "model.config", "config")
+
+
+def test_a_run_says_with_what_it_begins(tmp_path: Path, capfd: Any) -> None:
+    words = ["model.kind=llama", f"model.config={FIXTURES / 'llama-plain'}", "data.kind=synthetic", "train.steps=1",
+             "train.global_batch_size=8", "train.sequence_length=16", f"run.init_from={FIXTURES / 'llama-plain'}",
+             "model.vocab_size=259", f"run.dir={tmp_path / 'run'}"]  # fmt: skip
+    with pytest.raises(InputError, match="embed_tokens"):
+        train(load([], words))
+    import_model(str(FIXTURES / "llama-plain"), str(tmp_path / "base"), [])
+    tokenizer = {
+        **json.loads((CHAT / "tokenizer.json").read_text()),
+        "added_tokens": [],
+        "post_processor": None,
+    }
+    tokenizer["model"] = {**tokenizer["model"], "vocab": {"a": 0, "b": 1}, "merges": []}
+    (tmp_path / "few.json").write_text(json.dumps(tokenizer))
+    words = [*words[:-2], f"run.dir={tmp_path / 'run'}", f"data.tokenizer={tmp_path / 'few.json'}"]
+    capfd.readouterr()
+    assert train(load([], words)) == 0
+    assert f"begins with parameters of {FIXTURES / 'llama-plain'}" in "".join(capfd.readouterr())
