@@ -367,7 +367,6 @@ def test_a_run_says_with_what_it_begins(tmp_path: Path, capfd: Any) -> None:
              "model.vocab_size=259", f"run.dir={tmp_path / 'run'}"]  # fmt: skip
     with pytest.raises(InputError, match="embed_tokens"):
         train(load([], words))
-    import_model(str(FIXTURES / "llama-plain"), str(tmp_path / "base"), [])
     tokenizer = {
         **json.loads((CHAT / "tokenizer.json").read_text()),
         "added_tokens": [],
