@@ -148,8 +148,8 @@ class TrainConfig(Section):
         Takes("none, full, dots or every_N (every_4, say)"),
     ] = described(
         "none",
-        "What the backward pass recomputes: none, full (every layer), dots (all but "
-        "matrix products), every_N (keeps one layer's input in N).",
+        "What the backward pass recomputes: none, full (every layer), dots (all but matrix products; those eight times "
+        "as wide as their input too), every_N (keeps one layer's input in N).",
     )
     fsdp_gather: Literal["layer", "step"] = described(
         "layer", "Gather sharded parameters a layer at a time, or all of them once a step."
