@@ -9,6 +9,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ WATCH_STDIN = "DSJAX_LAUNCH_STDIN"
 # Heartbeats are files that live in memory, where writing them never waits for a disk.
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX, _LOCK = "dsjax-launch-", ".lock"
+_BEGUN_SECONDS = 60
 _ROOM_BYTES = 1 << 20  # far more than the records and stacks of a node's workers take
 
 
@@ -89,13 +91,21 @@ def _own_directory() -> tuple[Path, filelock.FileLock]:
 
     Those of supervisors that were killed are removed: a lock ends with its process, in whatever container.
     """
-    root = _SHARED_MEMORY if _room(_SHARED_MEMORY) else Path(tempfile.gettempdir())
-    for left in root.glob(f"{_PREFIX}*"):
+    elsewhere = Path(tempfile.gettempdir())
+    # Wherever they found room then.
+    for left in (*_SHARED_MEMORY.glob(f"{_PREFIX}*"), *elsewhere.glob(f"{_PREFIX}*")):
         old = filelock.FileLock(left / _LOCK)
         with contextlib.suppress(OSError, filelock.Timeout):
-            if (left / _LOCK).exists() and left.stat().st_uid == os.getuid():
+            if left.stat().st_uid != os.getuid():
+                continue
+            if not (left / _LOCK).exists():
+                # Of one that was killed before it held the lock, unless it is about to.
+                if time.time() - left.stat().st_mtime > _BEGUN_SECONDS:
+                    left.rmdir()
+            else:
                 with old.acquire(blocking=False):
                     shutil.rmtree(left, ignore_errors=True)
+    root = _SHARED_MEMORY if _room(_SHARED_MEMORY) else elsewhere
     while True:
         directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
         lock = filelock.FileLock(directory / _LOCK)

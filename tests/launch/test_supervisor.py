@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -230,7 +231,10 @@ def test_what_a_killed_supervisor_left_is_swept_and_a_living_ones_is_not(tmp_pat
     def left(process):
         return list(Path("/dev/shm").glob(f"dsjax-launch-{process.pid}-*"))
 
-    wait_for(lambda: left(alive) and left(killed) and (tmp_path / "a" / "at-0").exists(), 20)
+    def works(process, directory):
+        return left(process) and (directory / "at-0").exists()
+
+    wait_for(lambda: works(alive, tmp_path / "a") and works(killed, tmp_path / "b"), 20)
     killed.kill()
     killed.wait(10)
     assert finish(job(tmp_path / "b", "go(1)", workers=1))[0] == 0
@@ -243,3 +247,13 @@ def test_nothing_is_left_in_shared_memory(tmp_path):
     process = job(tmp_path, "go(1)", workers=1)
     assert finish(process)[0] == 0
     wait_for(lambda: not list(Path("/dev/shm").glob(f"dsjax-launch-{process.pid}-*")), 5)
+
+
+def test_a_directory_without_a_lock_is_swept_once_it_is_old(tmp_path):
+    old, new = (Path(tempfile.mkdtemp(prefix="dsjax-launch-0-", dir="/dev/shm")) for _ in range(2))
+    os.utime(old, (0, 0))
+    try:
+        assert finish(job(tmp_path, "go(1)", workers=1))[0] == 0
+        assert not old.exists() and new.exists()
+    finally:
+        new.rmdir()

@@ -197,8 +197,8 @@ def test_a_schedule_is_of_one_plan_of_a_pipeline(dsjax):
 
 def test_the_search_looks_at_stages_and_schedules():
     config, target = run(global_batch_size=64), aot.parse_target("2x4xH100")
-    found = list(pipelines(config, target, LAYERS))
-    assert len({str(settings) for settings in found}) == len(found) < len(list(layouts(config, target)))
+    found = list(pipelines(config, target, LAYERS, 0))
+    assert len({str(settings) for settings in found}) == len(found) < len(list(layouts(config, target, 0)))
     kinds = {(s["pipeline.schedule"], s["pipeline.virtual_stages"]) for s in found}
     assert kinds == {("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)}  # four chunks want eight layers
     for s in found:
