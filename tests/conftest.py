@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,6 +26,14 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_threefry_partitionable", True)
 jax.devices()  # reads the flags; the processes that tests start have their own
 os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].rpartition(" ")[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_let_go() -> Iterator[None]:
+    """What a file's tests have traced and compiled would fill the memory of a machine by the end: 10 GB a worker."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -295,6 +295,7 @@ def train(settings: Mapping[str, Any]) -> Trained:
         result.norms.append(float(metrics["grad_norm"]))
         result.gradients.append(_named(program.in_order(state.opt_state[0].trace)))
     result.params = _named(program.in_order(state.params))
+    jax.clear_caches()  # hundreds of programs, none of which is used again
     return result
 
 
