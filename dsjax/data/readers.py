@@ -212,10 +212,11 @@ _ROLES = {
 
 def _as_message(message: Any) -> Any:
     """ShareGPT's from and value as role and content; anything else as it is."""
-    if not isinstance(message, dict) or "role" in message or message.get("from") not in _ROLES:
+    speaker = message.get("from") if isinstance(message, dict) else None
+    if not isinstance(speaker, str) or "role" in message or speaker not in _ROLES:
         return message
     rest = {name: value for name, value in message.items() if name not in ("from", "value")}
-    return {"role": _ROLES[message["from"]], "content": message.get("value"), **rest}
+    return {"role": _ROLES[speaker], "content": message.get("value"), **rest}
 
 
 def _conversation(line: bytes, field: str, record: int, path: str, position: int) -> Document:

@@ -153,10 +153,13 @@ def test_batches_of_conversations(settings: Any, write_lines: Any, chat_tokenize
     assert any("1 conversation without the assistant skipped" in line for line in data.describe())
 
 
-def test_conversations_as_sharegpt_has_them(settings: Any, write_lines: Any, chat_tokenizer: str) -> None:
+@pytest.mark.parametrize("speaker", ["robot", ["human"]])
+def test_conversations_as_sharegpt_has_them(
+    settings: Any, write_lines: Any, chat_tokenizer: str, speaker: Any
+) -> None:
     talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "because"}]
     path = write_lines(
-        "talk.jsonl", [{"conversations": talk}, {"conversations": [{"from": "robot", "value": ""}]}]
+        "talk.jsonl", [{"conversations": talk}, {"conversations": [{"from": speaker, "value": ""}]}]
     )
     data = {
         "kind": "chat",
